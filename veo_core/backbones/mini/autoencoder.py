@@ -1,0 +1,88 @@
+"""Autoencoder of veo-mini: pictures to latents at an eighth of their size and back."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+FACTOR = 8
+LATENT_CHANNELS = 32
+
+
+def conv3(cin: int, cout: int, stride: int = 1) -> nn.Conv2d:
+    """3x3 convolution with replicated borders: zeros there leave a dark line along the edge of the picture."""
+    return nn.Conv2d(cin, cout, 3, stride, 1, padding_mode="replicate")
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions around a skip. No normalisation, so that a pixel depends on its neighbourhood alone."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.conv1 = conv3(channels, channels)
+        self.conv2 = conv3(channels, channels)
+        nn.init.zeros_(self.conv2.weight)
+        nn.init.zeros_(self.conv2.bias)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + self.conv2(F.silu(self.conv1(F.silu(h))))
+
+
+class Upsample(nn.Module):
+    """Bilinear doubling, then a convolution: no checkerboard."""
+
+    def __init__(self, cin: int, cout: int):
+        super().__init__()
+        self.conv = conv3(cin, cout)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.conv(F.interpolate(h, scale_factor=2, mode="bilinear", align_corners=False))
+
+
+class Autoencoder(nn.Module):
+    """``encode`` gives latents normalised per channel, ``decode`` undoes it; both per frame and local in space."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(
+            conv3(3, 32),
+            nn.SiLU(),
+            conv3(32, 64, stride=2),
+            ResidualBlock(64),
+            conv3(64, 128, stride=2),
+            ResidualBlock(128),
+            conv3(128, 160, stride=2),
+            ResidualBlock(160),
+            ResidualBlock(160),
+            nn.SiLU(),
+            conv3(160, LATENT_CHANNELS),
+        )
+        self.decoder = nn.Sequential(
+            conv3(LATENT_CHANNELS, 160),
+            ResidualBlock(160),
+            ResidualBlock(160),
+            Upsample(160, 96),
+            ResidualBlock(96),
+            ResidualBlock(96),
+            Upsample(96, 64),
+            ResidualBlock(64),
+            ResidualBlock(64),
+            Upsample(64, 32),
+            nn.SiLU(),
+            conv3(32, 24),
+            nn.SiLU(),
+            conv3(24, 3),
+        )
+        self.register_buffer("latent_mean", torch.zeros(LATENT_CHANNELS, 1, 1))
+        self.register_buffer("latent_std", torch.ones(LATENT_CHANNELS, 1, 1))
+
+    def encode(self, frames: Tensor) -> Tensor:
+        """``frames [n, 3, H, W]`` in 0..1, H and W multiples of 8 -> ``[n, 32, H / 8, W / 8]``, about unit variance."""
+        z = self.encoder(frames * 2 - 1)
+        return (z - self.latent_mean.to(z.dtype)) / self.latent_std.to(z.dtype)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """``latents [n, 32, h, w]`` -> frames ``[n, 3, 8 h, 8 w]``, nominally 0..1, not clamped."""
+        z = latents * self.latent_std.to(latents.dtype) + self.latent_mean.to(latents.dtype)
+        return self.decoder(z) / 2 + 0.5

@@ -1,0 +1,70 @@
+"""Cross-frame style attention: each frame looks at itself, the frame before, the scene's anchor and the style."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+
+def source_table(frames: int, device: torch.device | None = None) -> Tensor:
+    """Which frames of a batch each frame reads: itself, the one before, the anchor.
+
+    Args:
+        frames: t, the anchor at index 0 included.
+
+    Returns:
+        int64 ``[t, 3]``. The anchor reads only itself, so that its features depend on nothing else in the batch.
+    """
+    this = torch.arange(frames, device=device)
+    return torch.stack([this, (this - 1).clamp(min=0), torch.zeros_like(this)], dim=1)
+
+
+def cross_frame_attention(q: Tensor, k: Tensor, v: Tensor, sources: Tensor, style_k: Tensor, style_v: Tensor) -> Tensor:
+    """Attention of every frame over its source frames and the style's tokens.
+
+    Args:
+        q, k, v: ``[b, t, heads, n, d]``.
+        sources: int64 ``[t, s]``, frame indices as of :func:`source_table`. A frame listed twice counts twice.
+        style_k, style_v: ``[b, heads, m, d]``, shared by all frames.
+
+    Returns:
+        ``[b, t, heads, n, d]``.
+    """
+    b, t = q.shape[:2]
+
+    def with_style(x: Tensor, style: Tensor) -> Tensor:
+        x = rearrange(x[:, sources], "b t s h n d -> (b t) h (s n) d")
+        return torch.cat([x, style.repeat_interleave(t, dim=0)], dim=2)
+
+    out = F.scaled_dot_product_attention(q.flatten(0, 1), with_style(k, style_k), with_style(v, style_v))
+    return out.unflatten(0, (b, t))
+
+
+class CrossFrameStyleAttention(nn.Module):
+    """Residual block of :func:`cross_frame_attention` over the positions of a feature map; zero-initialised output.
+
+    Args:
+        channels: C, a multiple of ``head_dim``.
+        token_dim: width of the style tokens.
+    """
+
+    def __init__(self, channels: int, token_dim: int, head_dim: int = 32):
+        super().__init__()
+        self.heads = channels // head_dim
+        self.norm = nn.LayerNorm(channels)
+        self.to_qkv = nn.Linear(channels, 3 * channels, bias=False)
+        self.style_kv = nn.Linear(token_dim, 2 * channels, bias=False)
+        self.to_out = nn.Linear(channels, channels)
+        nn.init.zeros_(self.to_out.weight)
+        nn.init.zeros_(self.to_out.bias)
+
+    def forward(self, h: Tensor, tokens: Tensor, frames: int) -> Tensor:
+        """``h [(b t), C, H, W]``, ``tokens [b, m, D]`` -> the shape of ``h``."""
+        x = self.norm(rearrange(h, "f c y x -> f (y x) c"))
+        q, k, v = rearrange(self.to_qkv(x), "(b t) n (p h d) -> p b t h n d", t=frames, p=3, h=self.heads)
+        style_k, style_v = rearrange(self.style_kv(tokens), "b m (p h d) -> p b h m d", p=2, h=self.heads)
+        out = cross_frame_attention(q, k, v, source_table(frames, h.device), style_k, style_v)
+        out = self.to_out(rearrange(out, "b t h n d -> (b t) n (h d)"))
+        return h + rearrange(out, "f (y x) c -> f c y x", y=h.shape[-2])

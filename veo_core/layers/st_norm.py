@@ -1,0 +1,112 @@
+"""ST-Norm: spatio-temporal normalisation, the layer that keeps a style's statistics steady along a clip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+
+@dataclass
+class TemporalContext:
+    """What the temporal layers of a network must know about the frames in a batch.
+
+    A batch is laid out ``(b t)``: for each of ``b`` clips, ``frames`` consecutive entries. The first of them is the
+    scene's anchor frame, the others are consecutive frames of one window.
+
+    Attributes:
+        frames: t, the anchor included; at least 1.
+        carry: reference moments left by the window before, one ``[b, 2, C]`` float32 tensor per layer key. Empty at
+            the first window of a scene, where the reference starts from the anchor's own moments.
+        hand_over: index into the window (anchor not counted) whose reference the next window starts from.
+        scope: prefix of the layer keys, one per denoising step and guidance branch.
+        handed: filled by the layers with the moments at ``hand_over``; the next window's ``carry``.
+    """
+
+    frames: int = 1
+    carry: dict[str, Tensor] = field(default_factory=dict)
+    hand_over: int | None = None
+    scope: str = ""
+    handed: dict[str, Tensor] = field(default_factory=dict)
+
+
+def frame_moments(h: Tensor, frames: int) -> Tensor:
+    """First and second raw moments over space, in float32.
+
+    Args:
+        h: features ``[(b t), C, H, W]``.
+        frames: t.
+
+    Returns:
+        ``[b, t, 2, C]``: mean of h and mean of h squared.
+    """
+    h = h.float()
+    moments = torch.stack([h.mean((-2, -1)), h.square().mean((-2, -1))], dim=1)
+    return rearrange(moments, "(b t) m c -> b t m c", t=frames)
+
+
+def temporal_reference(moments: Tensor, start: Tensor, rate: float) -> Tensor:
+    """Causal running reference ``m_t = (1 - rate) m_{t-1} + rate mu_t`` in closed form, O(1) state.
+
+    Args:
+        moments: per-frame moments ``[b, t, 2, C]``.
+        start: ``m_{-1}``, ``[b, 2, C]``.
+        rate: how fast the reference follows, in (0, 1].
+
+    Returns:
+        ``[b, t, 2, C]``.
+    """
+    t = moments.shape[1]
+    steps = torch.arange(t, device=moments.device)
+    age = steps[:, None] - steps[None, :]
+    weights = torch.where(age >= 0, rate * (1 - rate) ** age.clamp(min=0).to(moments.dtype), 0.0)
+    decay = (1 - rate) ** (steps + 1).to(moments.dtype)
+    return torch.einsum("ts,bsmc->btmc", weights, moments) + decay[None, :, None, None] * start[:, None]
+
+
+class STNorm(nn.Module):
+    """Normalises each frame by moments blended between the frame's own and the clip's, then applies the style's affine.
+
+    ``m = lambda reference + (1 - lambda) mu_t`` (likewise the second moment), ``lambda_c = sigmoid(theta_c)``, and
+    ``y = (h - mean) / std * (1 + gamma) + beta`` with ``gamma, beta`` a zero-initialised linear map of the condition.
+    Raw moments are blended, never standard deviations, so that the variance stays that of a mixture.
+
+    Args:
+        channels: C.
+        condition_dim: width of the condition vector (style and time).
+        key: name under which this layer's reference moments are carried between windows; unique in a network.
+        rate: how fast the temporal reference follows the frames.
+    """
+
+    def __init__(self, channels: int, condition_dim: int, key: str, rate: float = 0.1, eps: float = 1e-5):
+        super().__init__()
+        self.key, self.rate, self.eps = key, rate, eps
+        self.theta = nn.Parameter(torch.full((channels,), 2.0))
+        self.affine = nn.Linear(condition_dim, 2 * channels)
+        nn.init.zeros_(self.affine.weight)
+        nn.init.zeros_(self.affine.bias)
+
+    def forward(self, h: Tensor, condition: Tensor, context: TemporalContext) -> Tensor:
+        """``h [(b t), C, H, W]``, ``condition [b, D]`` -> the shape and dtype of ``h``."""
+        moments = frame_moments(h, context.frames)
+        if context.frames > 1:
+            reference = self._reference(moments, context)
+            lam = torch.sigmoid(self.theta.float())
+            moments = torch.lerp(moments, reference, lam)
+        mean, second = rearrange(moments, "b t m c -> m (b t) c 1 1")
+        std = (second - mean.square()).clamp(min=0).add(self.eps).sqrt()
+        gamma, beta = self.affine(condition).float().chunk(2, dim=-1)
+        gamma, beta = (x.repeat_interleave(context.frames, 0)[..., None, None] for x in (gamma, beta))
+        scale = (1 + gamma) / std
+        return torch.addcmul((beta - mean * scale).to(h.dtype), h, scale.to(h.dtype))
+
+    def _reference(self, moments: Tensor, context: TemporalContext) -> Tensor:
+        anchor, window = moments[:, :1], moments[:, 1:]
+        key = context.scope + self.key
+        start = context.carry.get(key)
+        reference = temporal_reference(window, anchor[:, 0] if start is None else start, self.rate)
+        if context.hand_over is not None:
+            context.handed[key] = reference[:, context.hand_over].detach()
+        return torch.cat([anchor, reference], dim=1)
