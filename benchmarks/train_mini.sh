@@ -24,7 +24,12 @@ from safetensors.torch import load_file, save_file
 a, b = load_file('veo-mini.safetensors'), load_file('flow.safetensors')
 save_file(a | {k: v for k, v in b.items() if k.startswith('flow.')}, 'veo-mini.safetensors')"
 else
-  train 0 veo-mini "{'clips': ${CLIPS:-480}}" "Path('$data/veo-mini.safetensors')" 2>&1 | tee main.log
+  # What these stages leave as it was need not travel back.
+  train 0 veo-mini "{'style': ${STYLE:-130}, 'clips': ${CLIPS:-380}}" "Path('$data/veo-mini.safetensors')" 2>&1 | tee main.log
+  python3 -c "
+from safetensors.torch import load_file, save_file
+kept = {k: v for k, v in load_file('veo-mini.safetensors').items() if not k.startswith(('flow.', 'predictor.', 'autoencoder.encoder.'))}
+save_file(kept, 'veo-mini.safetensors')"
 fi
 cat main.log flow.log > "$out/log" 2>/dev/null || true
 split -b 15M veo-mini.safetensors "$out/part_"

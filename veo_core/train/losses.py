@@ -65,6 +65,41 @@ def high_frequencies(x: Tensor) -> Tensor:
     return x - low
 
 
+def colour_loss(picture: Tensor, target: Tensor) -> Tensor:
+    """Distance of RGB means and covariances of ``[n, 3, H, W]`` pictures, each relative to the target's spread."""
+    (ma, ca), (mb, cb) = (_rgb_moments(v) for v in (picture, target))
+    spread = cb.diagonal(dim1=-2, dim2=-1).sum(-1) + 1e-2
+    mean = (ma - mb).square().sum(-1) / spread
+    covariance = (ca - cb).square().sum((-2, -1)) / spread.square()
+    return (mean + covariance).mean()
+
+
+def _rgb_moments(picture: Tensor) -> tuple[Tensor, Tensor]:
+    x = picture.float().flatten(2)
+    mean = x.mean(-1)
+    centred = x - mean[..., None]
+    return mean, centred @ centred.mT / x.shape[-1]
+
+
+def luma(picture: Tensor) -> Tensor:
+    """Grey of a picture as three equal channels: what content losses see, so that the source's colours need not stay."""
+    weights = (0.299, 0.587, 0.114)
+    grey = sum(w * picture[:, i : i + 1] for i, w in enumerate(weights))
+    return grey.expand(-1, 3, -1, -1)
+
+
+def flat_texture(picture: Tensor, source: Tensor, limit: Tensor) -> Tensor:
+    """Fine texture of ``picture`` beyond half of ``limit``'s where ``source`` is flat; all ``[n, 3, H, W]``."""
+    grey = luma(source)[:, :1].float()
+    flat = torch.exp(-_local((grey - _local(grey)).square()) / 0.03**2)
+    own, allowed = (_local(high_frequencies(v.float()).abs().mean(1, keepdim=True)) for v in (picture, limit))
+    return (flat * (own - 0.5 * allowed).clamp(min=0)).mean()
+
+
+def _local(x: Tensor) -> Tensor:
+    return F.avg_pool2d(F.pad(x, (4, 4, 4, 4), mode="replicate"), 9, 1)
+
+
 def temporal_l1(current: Tensor, warped: Tensor, visible: Tensor) -> Tensor:
     """Mean absolute difference over the visible pixels of ``[n, 3, H, W]`` pictures."""
     difference = (current.float() - warped.float()).abs() * visible

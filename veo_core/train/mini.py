@@ -16,7 +16,17 @@ from ..backbones.mini.network import MiniNetwork
 from ..layers.st_norm import TemporalContext
 from ..motion.warp import warp
 from .data import StyleBank, draw, exposure_and_noise, load_bank, synthetic_clips
-from .losses import content_loss, feature_l1, gradient_l1, high_frequencies, style_loss, temporal_l1
+from .losses import (
+    colour_loss,
+    content_loss,
+    feature_l1,
+    flat_texture,
+    gradient_l1,
+    high_frequencies,
+    luma,
+    style_loss,
+    temporal_l1,
+)
 from .loop import TrainingLoop
 from .teachers import Magenta, load_predictor, load_vgg19
 
@@ -31,6 +41,20 @@ HELD_OUT = frozenset(
         "art_Mary_Cassatt_Summertime_1894",
     }
 )
+
+# The true picture's style against the source's structure; the teacher holds back where the colours go.
+STYLE_WEIGHTS = {
+    "latent": 0.05,
+    "l1": 0.3,
+    "palette": 4.0,
+    "vgg": 0.1,
+    "style": 12.0,
+    "colour": 0.5,
+    "content": 0.5,
+    "flat": 4.0,
+    "decoder": 1.0,
+}
+COHERENCE = 8.0
 
 
 class MiniTrainer:
@@ -182,16 +206,21 @@ class MiniTrainer:
     def _still_losses(self, out: dict[str, Tensor], weights: dict[str, float]) -> dict[str, Tensor]:
         features = self._features(out["picture"])
         with torch.no_grad():
-            teacher, style, source = (self._features(out[k]) for k in ("teacher", "style", "source"))
+            teacher, style = (self._features(out[k]) for k in ("teacher", "style"))
+            grey_source = self._features(luma(out["source"]))
+        picture = out["picture"]
         losses = {
             "latent": F.mse_loss(out["latent"], out["target"]),
-            "l1": F.l1_loss(out["picture"], out["teacher"]),
+            "l1": F.l1_loss(picture, out["teacher"]),
+            "palette": F.l1_loss(F.avg_pool2d(picture, 8), F.avg_pool2d(out["teacher"], 8)),
             "vgg": feature_l1(features, teacher),
             "style": style_loss(features, style),
-            "content": content_loss(features, source),
+            "colour": colour_loss(picture, out["style"]),
+            "content": content_loss(self._features(luma(picture)), grey_source),
+            "flat": flat_texture(picture, out["source"], out["teacher"]),
             "decoder": F.l1_loss(out["reconstruction"], out["source"]),
         }
-        return {"total": sum(weights[k] * v for k, v in losses.items())} | losses
+        return {"total": sum(weight * losses[k] for k, weight in weights.items())} | losses
 
     def _modules(self, rate: float) -> list:
         net = self.net
@@ -199,7 +228,7 @@ class MiniTrainer:
 
     def distil(self, seconds: float) -> None:
         """Follows the teacher's pictures, with the true picture's style beside them."""
-        weights = {"latent": 0.5, "l1": 2.0, "vgg": 0.5, "style": 2.0, "content": 0.0, "decoder": 1.0}
+        weights = {"latent": 0.5, "l1": 2.0, "vgg": 0.5, "style": 2.0, "decoder": 1.0}
 
         def step() -> dict[str, Tensor]:
             return self._still_losses(self._stylise(draw(self.content, self.batch, self.size), 1), weights)
@@ -208,7 +237,7 @@ class MiniTrainer:
 
     def style(self, seconds: float) -> None:
         """The true picture's style against the source's structure; the teacher only holds it back."""
-        weights = {"latent": 0.05, "l1": 0.3, "vgg": 0.1, "style": 15.0, "content": 0.7, "decoder": 1.0}
+        weights = STYLE_WEIGHTS
 
         def step() -> dict[str, Tensor]:
             return self._still_losses(self._stylise(draw(self.content, self.batch, self.size), 1), weights)
@@ -217,13 +246,13 @@ class MiniTrainer:
 
     def clips(self, seconds: float) -> None:
         """Clips of four frames with exact motion: what two frames see must look the same, and stay as sharp as a still."""
-        weights = {"latent": 0.05, "l1": 0.3, "vgg": 0.1, "style": 12.0, "content": 0.7, "decoder": 1.0}
+        weights = STYLE_WEIGHTS
         t, b, size = 4, self.batch // 4, self.size - 32
 
         def step() -> dict[str, Tensor]:
             with torch.no_grad():
                 clips = synthetic_clips(self.content, b, t, size, top_speed=12.0)
-                noisy = exposure_and_noise(clips.frames).flatten(0, 1)
+                noisy = exposure_and_noise(clips.frames, noise=0.05).flatten(0, 1)
                 source, flow, visible = (v.flatten(0, 1) for v in (clips.frames, clips.flow, clips.visible))
                 motion = torch.cat([F.avg_pool2d(flow, 8) / 8, F.avg_pool2d(visible, 8)], dim=1)
             out = self._stylise(source, t, motion, noisy)
@@ -234,7 +263,7 @@ class MiniTrainer:
             losses["before"] = _warped_l1(picture, before, clips.flow, clips.visible)
             losses["anchor"] = _warped_l1(picture, anchor, clips.anchor_flow, clips.anchor_visible)
             losses["sharpness"] = _missing_sharpness(out["picture"], out["teacher"])
-            losses["total"] = losses["total"] + 8.0 * losses["before"] + 4.0 * losses["anchor"] + losses["sharpness"]
+            losses["total"] = losses["total"] + COHERENCE * (losses["before"] + 0.5 * losses["anchor"]) + losses["sharpness"]
             return losses
 
         self._train("clips", step, self._modules(2e-4), seconds)

@@ -11,8 +11,8 @@ LATENT_CHANNELS = 32
 
 
 def conv3(cin: int, cout: int, stride: int = 1) -> nn.Conv2d:
-    """3x3 convolution with replicated borders: zeros there leave a dark line along the edge of the picture."""
-    return nn.Conv2d(cin, cout, 3, stride, 1, padding_mode="replicate")
+    """3x3 convolution with reflected borders: zeros leave a dark line along the edge of the picture, repeats leave streaks."""
+    return nn.Conv2d(cin, cout, 3, stride, 1, padding_mode="reflect")
 
 
 class ResidualBlock(nn.Module):

@@ -108,7 +108,8 @@ class UNet(nn.Module):
             ``[(b t), 32, h, w]``.
         """
         height, width = x.shape[-2:]
-        pad = (0, -width % 4, 0, -height % 4)
+        # Whole halvings, and two positions at the coarsest for borders to be reflected in.
+        pad = (0, max(8, width + -width % 4) - width, 0, max(8, height + -height % 4) - height)
         x, content = (F.pad(z, pad, mode="replicate") for z in (x, content))
         motion = F.pad(motion, pad, mode="replicate")
         t = context.frames

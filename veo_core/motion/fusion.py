@@ -1,0 +1,89 @@
+"""Motion between frames as the engine carries it, and fusion of decoded frames along it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .flow import STRIDE, FlowNet, flow_both_ways
+from .warp import visible_mask, warp
+
+MOTION_CHANNELS = 3
+
+
+def estimate_motion(net: FlowNet, frames: Tensor, previous: Tensor) -> Tensor:
+    """Flow to the frame before, and how far it is to be trusted.
+
+    A match is trusted where the forward-backward test passes and the two frames look alike there.
+
+    Args:
+        net: flow network on the frames' device.
+        frames, previous: ``[n, 3, H, W]`` in 0..1, H and W multiples of 4.
+
+    Returns:
+        float32 ``[n, 3, H / 4, W / 4]``: flow x and y in pixels of that quarter scale, trust in 0..1.
+    """
+    flow, back = flow_both_ways(net, frames, previous)
+    trust = visible_mask(flow, back)
+    now, before = (F.avg_pool2d(x, STRIDE) for x in (frames, previous))
+    difference = (now - warp(before, flow)).abs().mean(1, keepdim=True)
+    difference = F.avg_pool2d(F.pad(difference, (1, 1, 1, 1), mode="replicate"), 3, 1)
+    trust = trust * torch.exp(-((difference / 0.08) ** 2))
+    return torch.cat([flow, trust], dim=1)
+
+
+def latent_motion(motion: Tensor, size: tuple[int, int]) -> Tensor:
+    """Motion ``[n, 3, H / 4, W / 4]`` at a latent's ``(h, w)``, its flow in latent pixels."""
+    out = F.interpolate(motion, size, mode="area")
+    return torch.cat([out[:, :2] * (size[1] / motion.shape[-1]), out[:, 2:]], dim=1)
+
+
+class TemporalFusion:
+    """Recursive fusion of each decoded frame with the fused frame before, brought to it by the motion.
+
+    ``y_t = d(a W y_{t-1} + (1 - a) f_t)`` where ``a`` is the trust in the motion times ``moving``, rising to ``still``
+    where nothing moves, and ``d`` gives the fine detail of the mean back the energy it has in ``f_t``, so that the
+    average does not blur. Bicubic warping; no state but one frame; nothing is carried over a cut.
+
+    Args:
+        moving, still: weight of the frame before, where there is motion and where there is none.
+    """
+
+    def __init__(self, moving: float = 0.6, still: float = 0.9):
+        self.moving, self.still = moving, still
+        self.last: Tensor | None = None
+
+    def reset(self) -> None:
+        """Forgets the frame before; the next frame passes as it is."""
+        self.last = None
+
+    def __call__(self, frame: Tensor, motion: Tensor) -> Tensor:
+        """``frame [1, 3, H, W]``, ``motion [1, 3, H / 4, W / 4]`` -> the fused frame, same shape."""
+        if self.last is None:
+            self.last = frame
+            return frame
+        motion = F.interpolate(motion, frame.shape[-2:], mode="bilinear", align_corners=False)
+        flow, trust = motion[:, :2] * STRIDE, motion[:, 2:]
+        speed = flow.norm(dim=1, keepdim=True)
+        stillness = torch.exp(-((speed / 0.5) ** 2))
+        before = torch.lerp(warp(self.last, flow, "bicubic"), self.last, stillness)
+        weight = trust * torch.lerp(torch.full_like(stillness, self.moving), torch.full_like(stillness, self.still), stillness)
+        fused = torch.lerp(frame, before, weight)
+        self.last = _with_detail_of(frame, fused)
+        return self.last
+
+
+def _blur(x: Tensor, radius: int) -> Tensor:
+    size = 2 * radius + 1
+    return F.avg_pool2d(F.pad(x, [radius] * 4, mode="replicate"), size, 1)
+
+
+def _with_detail_of(frame: Tensor, fused: Tensor) -> Tensor:
+    """``fused`` with its detail scaled to the local energy of ``frame``'s; at most 1.5 times, never down."""
+    base = _blur(_blur(fused, 1), 1)
+    detail, wanted = fused - base, frame - _blur(_blur(frame, 1), 1)
+    energy = (_blur(x.square().mean(1, keepdim=True), 4) for x in (wanted, detail))
+    wanted_energy, own_energy = energy
+    gain = ((wanted_energy + 1e-6) / (own_energy + 1e-6)).sqrt().clamp(1.0, 1.5)
+    return base + gain * detail

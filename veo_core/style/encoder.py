@@ -1,0 +1,99 @@
+"""Styles as people give them: pictures and their weights, before any model has read them."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from ..errors import InputError
+
+SHORT_SIDE = 512
+MAX_PIXELS = 200_000_000
+
+
+@dataclass(frozen=True)
+class Style:
+    """One or more style pictures.
+
+    Attributes:
+        pictures: float32 ``[3, H, W]`` in 0..1 each, short side at most 512.
+        weights: one each, not negative, sum 1.
+    """
+
+    pictures: tuple[Tensor, ...]
+    weights: tuple[float, ...]
+
+    @property
+    def digest(self) -> str:
+        """Hash of pictures and weights."""
+        hashed = hashlib.sha256(repr(self.weights).encode())
+        for picture in self.pictures:
+            hashed.update(repr(tuple(picture.shape)).encode() + picture.mul(255).round().byte().numpy().tobytes())
+        return hashed.hexdigest()
+
+
+def style_from_tensors(pictures: list[Tensor], weights: list[float] | None = None) -> Style:
+    """A style from pictures in memory.
+
+    Args:
+        pictures: float ``[3, H, W]`` in 0..1, any device.
+        weights: how much each counts; equal when missing.
+
+    Raises:
+        InputError: no picture, a side under 8 pixels, values that are not finite, weights that do not fit.
+    """
+    if not pictures:
+        raise InputError("no style picture was given; give at least one")
+    weights = [1.0] * len(pictures) if weights is None else list(weights)
+    if len(weights) != len(pictures) or min(weights) < 0 or sum(weights) <= 0:
+        raise InputError(f"style weights = {weights} do not fit {len(pictures)} pictures; give one each, none negative, not all 0")
+    kept = tuple(_prepared(p, f"style picture {i + 1}") for i, p in enumerate(pictures))
+    return Style(kept, tuple(w / sum(weights) for w in weights))
+
+
+def _prepared(picture: Tensor, name: str) -> Tensor:
+    picture = picture.detach().float().cpu()[:3]
+    if picture.ndim != 3 or picture.shape[0] != 3 or min(picture.shape[1:]) < 8:
+        raise InputError(f"{name} has shape {tuple(picture.shape)}; give colour pictures of at least 8x8 pixels")
+    if not picture.isfinite().all():
+        raise InputError(f"{name} holds values that are not finite; make it again")
+    scale = SHORT_SIDE / min(picture.shape[1:])
+    if scale < 1:
+        size = [max(1, round(s * scale)) for s in picture.shape[1:]]
+        picture = F.interpolate(picture[None], size, mode="bicubic", antialias=True)[0]
+    return picture.clamp(0, 1).contiguous()
+
+
+def load_style(paths: list[str | Path], weights: list[float] | None = None) -> Style:
+    """A style from picture files. Raises InputError that names the file that is missing, empty, damaged or too large."""
+    return style_from_tensors([_load_picture(Path(p)) for p in paths], weights)
+
+
+def _load_picture(path: Path) -> Tensor:
+    if not path.is_file():
+        raise InputError(f"style image {path} does not exist; give the path of a picture")
+    if path.stat().st_size == 0:
+        raise InputError(f"style image {path} is empty (0 bytes); export or download it again")
+    try:
+        with Image.open(path) as picture:
+            width, height = picture.size
+            if width * height > MAX_PIXELS:
+                raise InputError(f"style image {path} is {width}x{height} pixels, more than {MAX_PIXELS:,}; scale it down")
+            picture.draft("RGB", (2 * SHORT_SIDE, 2 * SHORT_SIDE))
+            picture = ImageOps.exif_transpose(picture)
+            if picture.has_transparency_data:
+                picture = picture.convert("RGBA")
+                picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
+            pixels = np.array(picture.convert("RGB"), dtype=np.float32)
+    except Image.DecompressionBombError as e:
+        raise InputError(f"style image {path} is too large ({e}); scale it down") from e
+    except (OSError, SyntaxError, ValueError) as e:
+        raise InputError(f"style image {path} is not a picture that can be read ({e}); give a PNG, JPEG or WebP") from e
+    return torch.from_numpy(pixels).movedim(-1, 0) / 255
