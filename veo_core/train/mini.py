@@ -51,7 +51,7 @@ STYLE_WEIGHTS = {
     "style": 12.0,
     "colour": 0.5,
     "content": 0.5,
-    "flat": 4.0,
+    "flat": 25.0,
     "decoder": 1.0,
 }
 COHERENCE = 8.0
