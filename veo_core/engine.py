@@ -1,0 +1,312 @@
+"""The pipeline, from a clip and a style to stylised frames."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .backbones.base import Backbone
+from .errors import InputError
+from .memory.plan import MemoryPlan, make_plan, padded_size
+from .motion.flow import STRIDE, FlowNet
+from .motion.fusion import MOTION_CHANNELS, TemporalFusion, estimate_motion, latent_motion
+from .options import StylizeOptions
+from .sampling.sampler import WindowState, denoise_window
+from .sampling.windows import Window, windows_of
+from .store import RunStore
+from .style.encoder import Style
+from .video.reader import Clip, Frame
+from .video.scenes import Survey, survey
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run is.
+
+    Attributes:
+        stage: ``survey``, ``denoise`` or ``decode``.
+        done, total: frames of that stage; total is 0 while it is not known.
+        preview: makes the newest frame ``[3, H, W]`` in 0..1, or None.
+    """
+
+    stage: str
+    done: int
+    total: int
+    preview: Callable[[], Tensor] | None = None
+
+
+Monitor = Callable[[Progress], None]
+
+
+def ignore(progress: Progress) -> None:
+    """A monitor that does nothing. One that raises interrupts the run before its next step or chunk."""
+
+
+@dataclass
+class StylizedLatents:
+    """A clip's stylised latents on disk, with what decoding needs.
+
+    Attributes:
+        store: holds ``latents`` and ``motion``.
+        clip: what was read. survey: its times and scenes.
+        plan: chunk sizes.
+    """
+
+    store: RunStore
+    clip: Clip
+    survey: Survey
+    plan: MemoryPlan
+
+
+class Stylizer:
+    """Turns clips into a style with one backbone.
+
+    Args:
+        backbone: the model.
+        flow: optical flow on the backbone's device.
+    """
+
+    def __init__(self, backbone: Backbone, flow: FlowNet):
+        self.backbone, self.flow = backbone, flow
+
+    def plan(self, clip: Clip, options: StylizeOptions, budget: int | None = None) -> MemoryPlan:
+        """Chunk sizes and predicted peaks. Raises BudgetError when the budget (bytes) is too small for any."""
+        options = options.for_backbone(self.backbone)
+        return make_plan(self.backbone, self.flow, clip.size, options.window, budget, options.guidance)
+
+    @torch.no_grad()
+    def denoise(
+        self,
+        clip: Clip,
+        style: Style,
+        options: StylizeOptions,
+        folder: Path,
+        plan: MemoryPlan | None = None,
+        monitor: Monitor = ignore,
+    ) -> StylizedLatents:
+        """Surveys a clip and stylises its latents, window by window, into a folder; goes on where an equal run stopped.
+
+        Args:
+            folder: a folder for runs; each has its own inside, named after what its result depends on.
+            monitor: told before every chunk and step; what it raises ends the run, and what is done stays done.
+
+        Raises:
+            InputError, BudgetError, OutputError: before any long work, where that can be known.
+        """
+        options = options.for_backbone(self.backbone)
+        plan = plan or self.plan(clip, options)
+        seen = survey(
+            clip,
+            detector=options.detector,
+            min_length=options.min_scene,
+            progress=lambda n: monitor(Progress("survey", n, 0)),
+        )
+        store = self._open_store(clip, style, options, seen, folder)
+        try:
+            self._denoise_into(store, clip, seen, style, options, plan, monitor)
+        except BaseException:
+            store.close()
+            raise
+        return StylizedLatents(store, clip, seen, plan)
+
+    def _denoise_into(self, store, clip, seen, style, options, plan, monitor) -> None:
+        windows = windows_of(seen.scenes, options.window, options.overlap)
+        state = _RunState.load(store, self.backbone.device)
+        if state.window >= len(windows):
+            return
+        condition = self.backbone.condition(style, options.guidance, options.strength)
+        with closing(_Sites(self, clip, store, state, plan.encode_chunk, windows[state.window])) as sites:
+            for window in windows[state.window :]:
+                done = Progress("denoise", window.start + window.shared, seen.frames)
+                content, motion = sites.advance(window, lambda done=done: monitor(done))
+                latents, state.carried = denoise_window(
+                    self.backbone,
+                    condition,
+                    window,
+                    options.window - options.overlap,
+                    content,
+                    latent_motion(motion, content.shape[-2:]),
+                    sites.anchor(window),
+                    state.carried,
+                    steps=options.steps,
+                    strength=options.strength,
+                    seed=options.seed,
+                    before_step=lambda step, done=done: monitor(done),
+                )
+                final = len(latents) - (0 if state.carried.shared is None else len(state.carried.shared))
+                store.write("latents", window.start, latents[:final])
+                state.window += 1
+                sites.save(state, window)
+                newest = latents[-1:]
+                monitor(Progress("denoise", window.end, seen.frames, lambda z=newest: self._crop(self.backbone.decode(z), clip)[0]))
+
+    @torch.no_grad()
+    def decode(
+        self, latents: StylizedLatents, first: int = 0, monitor: Monitor = ignore
+    ) -> Iterator[Tensor]:
+        """Decodes and fuses, chunk by chunk, in order.
+
+        Args:
+            first: frame to begin at, a scene's first frame: fusion starts there.
+
+        Yields:
+            Frames ``[n, 3, H, W]`` in 0..1 at the clip's size on the backbone's device.
+        """
+        store, total = latents.store, latents.survey.frames
+        starts = {s.start for s in latents.survey.scenes}
+        fusion = TemporalFusion()
+        for begin in range(first, total, latents.plan.decode_chunk):
+            monitor(Progress("decode", begin, total))
+            count = min(latents.plan.decode_chunk, total - begin)
+            frames = self.backbone.decode(store.read("latents", begin, count).to(self.backbone.device))
+            motion = store.read("motion", begin, count).to(self.backbone.device)
+            fused = []
+            for i in range(count):
+                if begin + i in starts:
+                    fusion.reset()
+                fused.append(fusion(frames[i : i + 1], motion[i : i + 1]))
+            frames = self._crop(torch.cat(fused), latents.clip)
+            yield frames
+            monitor(Progress("decode", begin + count, total, lambda last=frames[-1]: last))
+
+    def _crop(self, frames: Tensor, clip: Clip) -> Tensor:
+        width, height = clip.size
+        return frames[..., :height, :width].clamp(0, 1)
+
+    def _open_store(self, clip: Clip, style: Style, options: StylizeOptions, seen: Survey, folder: Path) -> RunStore:
+        width, height = padded_size(clip.size, self.backbone.multiple)
+        factor = self.backbone.factor
+        manifest = {
+            "source": source_identity(clip.path),
+            "clip": {k: str(v) for k, v in vars(clip).items() if k not in ("info", "path")},
+            "frames": seen.frames,
+            "scenes": [[s.start, s.end, s.anchor] for s in seen.scenes],
+            "style": style.digest,
+            "model": [self.backbone.name, self.backbone.digest],
+            "options": options.model_dump(),
+        }
+        key = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]
+        return RunStore(
+            folder / f"{clip.path.stem}-{key}",
+            manifest,
+            {
+                "latents": (seen.frames, self.backbone.channels, height // factor, width // factor),
+                "motion": (seen.frames, MOTION_CHANNELS, height // STRIDE, width // STRIDE),
+            },
+        )
+
+
+def source_identity(path: Path) -> dict[str, Any]:
+    """What tells one source file from another: size, time of change, and a hash of its two ends."""
+    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
+    hashed, size, changed = hashlib.sha256(), 0, 0
+    for file in files:
+        status = file.stat()
+        size, changed = size + status.st_size, max(changed, status.st_mtime_ns)
+        with file.open("rb") as stream:
+            hashed.update(stream.read(1 << 20))
+            stream.seek(max(0, status.st_size - (1 << 20)))
+            hashed.update(stream.read(1 << 20))
+    return {"path": str(path.resolve()), "size": size, "changed": changed, "hash": hashed.hexdigest()}
+
+
+@dataclass
+class _RunState:
+    """How far denoising has come, and what the next window takes over."""
+
+    window: int
+    carried: WindowState
+    content: Tensor | None = None
+    motion: Tensor | None = None
+
+    @classmethod
+    def load(cls, store: RunStore, device: torch.device) -> _RunState:
+        saved = store.load_state("denoise")
+        if saved is None:
+            return cls(0, WindowState())
+        tensors, facts = saved
+        tensors = {k: v.to(device) for k, v in tensors.items()}
+        moments = {k.removeprefix("moments."): v for k, v in tensors.items() if k.startswith("moments.")}
+        carried = WindowState(tensors.get("shared"), moments)
+        return cls(int(facts["window"]), carried, tensors.get("content"), tensors.get("motion"))
+
+
+class _Sites:
+    """Reads the clip forward and gives each window its content latents, motion and anchor.
+
+    Frames that two windows share are encoded once; a resumed run takes them from what was saved.
+    """
+
+    def __init__(self, engine: Stylizer, clip: Clip, store: RunStore, state: _RunState, chunk: int, window: Window):
+        self.backbone, self.flow, self.store, self.chunk = engine.backbone, engine.flow, store, chunk
+        self.content, self.motion = state.content, state.motion
+        self.next = window.start + window.shared
+        begins_scene = self.next == window.scene.start
+        self.frames: Iterator[Frame] = clip.frames(first=self.next if begins_scene else self.next - 1)
+        self.previous = None if begins_scene else self._image(next(self.frames))
+
+    def close(self) -> None:
+        self.frames.close()
+
+    def _image(self, frame: Frame) -> Tensor:
+        """``[1, 3, H, W]`` on the device, its far edges repeated up to what the model can take."""
+        h, w = frame.image.shape[-2:]
+        width, height = padded_size((w, h), self.backbone.multiple)
+        image = frame.image[None].to(self.backbone.device)
+        return F.pad(image, (0, width - w, 0, height - h), mode="replicate")
+
+    def advance(self, window: Window, before_chunk: Callable[[], None]) -> tuple[Tensor, Tensor]:
+        """Content latents ``[n, C, h, w]`` and motion ``[n, 3, H / 4, W / 4]`` of a window's frames."""
+        if not window.shared:
+            self.content = self.motion = None
+        contents, motions = [], []
+        while self.next < window.end:
+            before_chunk()
+            count = min(self.chunk, window.end - self.next)
+            images = [self._image(f) for f in islice(self.frames, count)]
+            if len(images) < count:
+                raise InputError(f"the video changed while it was read: frame {self.next + len(images)} is gone; run again")
+            starts_scene = self.next == window.scene.start
+            before = [images[0] if starts_scene else self.previous, *images[:-1]]
+            batch = torch.cat(images)
+            motion = estimate_motion(self.flow, batch, torch.cat(before))
+            if starts_scene:
+                motion[0] = 0
+            contents.append(self.backbone.encode(batch))
+            motions.append(motion)
+            self.previous = images[-1]
+            self.next += count
+        first = self.next - sum(map(len, motions))
+        self.store.write("motion", first, torch.cat(motions))
+        self.content = torch.cat([*([] if self.content is None else [self.content]), *contents])
+        self.motion = torch.cat([*([] if self.motion is None else [self.motion]), *motions])
+        if window.start == window.scene.start == window.scene.anchor:
+            self.store.save_state(f"anchor-{window.scene.anchor}", {"content": self.content[:1]})
+        return self.content, self.motion
+
+    def anchor(self, window: Window) -> Tensor:
+        """Content latent ``[1, C, h, w]`` of the scene's anchor frame, of this scene or of the one it returns to."""
+        tensors, _ = self.store.load_state(f"anchor-{window.scene.anchor}")
+        return tensors["content"].to(self.backbone.device)
+
+    def save(self, state: _RunState, window: Window) -> None:
+        """Records that a window is done, with what the next one takes over."""
+        tensors: dict[str, Tensor] = {}
+        if not window.last:
+            keep = len(state.carried.shared)
+            self.content, self.motion = (v[len(v) - keep :] for v in (self.content, self.motion))
+            tensors = {"shared": state.carried.shared, "content": self.content, "motion": self.motion}
+            tensors |= {f"moments.{k}": v for k, v in state.carried.moments.items()}
+        else:
+            state.carried = WindowState()
+        self.store.save_state("denoise", tensors, window=state.window)

@@ -1,0 +1,166 @@
+"""The memory plan: chunk sizes and peaks, decided before a run from the clip, the model and the budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from ..backbones.base import Backbone, Sites
+from ..errors import BudgetError
+from ..layers.st_norm import TemporalContext
+from ..motion.flow import STRIDE, FlowNet
+from ..motion.fusion import MOTION_CHANNELS, TemporalFusion, estimate_motion
+from ..style.encoder import Style
+from .trace import traced_peak
+
+MIB = 1 << 20
+CHUNKS = (16, 8, 4, 2, 1)
+RESERVE = 0.15
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How a run uses memory.
+
+    Attributes:
+        device: where the model runs.
+        budget: bytes that the run may take there.
+        weights: bytes of all networks.
+        encode_chunk, decode_chunk: frames encoded and decoded at once. They do not change the result.
+        stages: bytes beyond the weights at the peak of each stage.
+        host: bytes of host memory beyond what the process held before, on a device of its own; 0 on the CPU, where the
+            stages are host memory.
+    """
+
+    device: torch.device
+    budget: int
+    weights: int
+    encode_chunk: int
+    decode_chunk: int
+    stages: dict[str, int]
+    host: int
+
+    @property
+    def peak(self) -> int:
+        """Predicted peak on the device, bytes."""
+        return self.weights + max(self.stages.values())
+
+    def describe(self) -> str:
+        """The plan in a few lines for a person."""
+        lines = [f"{self.device.type}: peak {_mib(self.peak)} of a budget of {_mib(self.budget)}", f"  weights {_mib(self.weights)}"]
+        lines += [f"  {stage} {_mib(size)}" for stage, size in self.stages.items()]
+        lines.append(f"  encodes {self.encode_chunk} and decodes {self.decode_chunk} frames at once")
+        if self.host:
+            lines.append(f"  host memory {_mib(self.host)}")
+        return "\n".join(lines)
+
+
+def _mib(size: int) -> str:
+    return f"{size / MIB:,.0f} MiB"
+
+
+def padded_size(size: tuple[int, int], multiple: int) -> tuple[int, int]:
+    """Width and height rounded up to what a model can take."""
+    return size[0] + -size[0] % multiple, size[1] + -size[1] % multiple
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that a run may take on a device now: what is free, less a reserve of 15 %."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    else:
+        free = psutil.virtual_memory().available
+    return int(free * (1 - RESERVE))
+
+
+def make_plan(
+    backbone: Backbone, flow: FlowNet, size: tuple[int, int], window: int, budget: int | None = None, guidance: float = 1.0
+) -> MemoryPlan:
+    """Chooses the largest chunks that fit.
+
+    Args:
+        size: width and height of the frames.
+        window: frames denoised together.
+        budget: bytes on the model's device, its weights included; None takes what is free.
+
+    Raises:
+        BudgetError: names the smallest budget that works.
+    """
+    peaks = _Peaks(backbone, flow, padded_size(size, backbone.multiple), window, guidance)
+    device = backbone.device
+    weights = backbone.weight_bytes + sum(p.nbytes for p in flow.parameters())
+    budget = free_memory(device) + (weights if device.type != "cpu" else 0) if budget is None else budget
+    chunks = [c for c in CHUNKS if device.type != "cpu" or c <= 4]
+    encode = next((c for c in chunks if weights + peaks.encode(c) <= budget), None)
+    decode = next((c for c in chunks if weights + peaks.decode(c) <= budget), None)
+    denoise = peaks.denoise()
+    if encode is None or decode is None or weights + denoise > budget:
+        least = weights + max(peaks.encode(1), peaks.decode(1), denoise)
+        raise BudgetError(
+            f"memory budget = {_mib(budget)} is too small for {size[0]}x{size[1]} frames in windows of {window}; "
+            f"the smallest that works is {_mib(-(-least // MIB) * MIB)}. Give that much, or make the frames or the window smaller."
+        )
+    stages = {"encode": peaks.encode(encode), "denoise": denoise, "decode": peaks.decode(decode)}
+    frame = 4 * 3 * size[0] * size[1]
+    host = 0 if device.type == "cpu" else frame * (3 * max(encode, decode) + 6)
+    return MemoryPlan(device, budget, weights, encode, decode, stages, host)
+
+
+class _Peaks:
+    """Peaks of the stages for one model and size, each traced on fake tensors."""
+
+    def __init__(self, backbone: Backbone, flow: FlowNet, padded: tuple[int, int], window: int, guidance: float):
+        self.backbone, self.flow, self.window, self.guidance = backbone, flow, window, guidance
+        self.width, self.height = padded
+        self.latent = (backbone.channels, self.height // backbone.factor, self.width // backbone.factor)
+        self._traced: dict[tuple[str, int], int] = {}
+
+    def _peak(self, stage: str, count: int, compute) -> int:
+        key = (stage, count)
+        if key not in self._traced:
+            self._traced[key] = traced_peak(compute)
+        return self._traced[key]
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, device=self.backbone.device)
+
+    @property
+    def _resident(self) -> int:
+        """Latents and motion of a window, and its overlap, that stay while the others are made."""
+        c, h, w = self.latent
+        return 4 * (self.window + 1) * (3 * c * h * w + MOTION_CHANNELS * self.height * self.width // STRIDE**2)
+
+    def encode(self, count: int) -> int:
+        def compute():
+            frames = self._empty(count + 1, 3, self.height, self.width)
+            motion = estimate_motion(self.flow, frames[1:], frames[:-1])
+            return motion, self.backbone.encode(frames[1:])
+
+        return self._resident + self._peak("encode", count, compute)
+
+    def denoise(self) -> int:
+        frames = self.window + 1
+
+        def compute():
+            x, content = self._empty(frames, *self.latent), self._empty(frames, *self.latent)
+            motion = self._empty(frames, MOTION_CHANNELS, *self.latent[1:])
+            picture = self._empty(3, 256, 256)
+            condition = self.backbone.condition(Style((picture,), (1.0,)), self.guidance, 1.0)
+            sites = Sites(content, motion, TemporalContext(frames=frames))
+            return self.backbone.predict(x, 1.0, condition, sites)
+
+        return self._resident + self._peak("denoise", frames, compute)
+
+    def decode(self, count: int) -> int:
+        def compute():
+            fusion = TemporalFusion()
+            decoded = self.backbone.decode(self._empty(count, *self.latent))
+            motion = self._empty(count, MOTION_CHANNELS, self.height // STRIDE, self.width // STRIDE)
+            fusion.last = self._empty(1, 3, self.height, self.width)
+            fused = torch.cat([fusion(decoded[i : i + 1], motion[i : i + 1]) for i in range(count)])
+            return fused.clamp(0, 1)
+
+        return self._peak("decode", count, compute)

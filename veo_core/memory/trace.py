@@ -1,0 +1,60 @@
+"""Peak memory of a computation found without doing it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Sums the bytes of tensor storages that are alive, and remembers the most there were."""
+
+    def __init__(self, block: int):
+        super().__init__()
+        self.block, self.live, self.peak = block, 0, 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._meet(tensor.untyped_storage())
+        return out
+
+    def _meet(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = -(-storage.nbytes() // self.block) * self.block
+        self._known.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+        def gone() -> None:
+            self._known.discard(key)
+            self.live -= size
+
+        weakref.finalize(storage, gone)
+
+
+def traced_peak(compute: Callable[[], object], block: int = 512) -> int:
+    """Most bytes that the tensors made by ``compute`` occupy at once.
+
+    It runs on fake tensors: shapes flow, no arithmetic is done and no device memory is taken. Tensors that exist
+    already, such as weights, are not counted, nor are the workspaces of a vendor's kernels.
+
+    Args:
+        compute: makes its own inputs.
+        block: granularity of the allocator in bytes; 512 is that of PyTorch's CUDA allocator.
+    """
+    with torch.inference_mode(False), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        live = _LiveBytes(block)
+        with live:
+            kept = compute()
+        del kept
+    return live.peak

@@ -1,0 +1,56 @@
+"""Options of a run, checked once, where they come in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from .errors import InputError
+from .video.scenes import Detector
+
+if TYPE_CHECKING:
+    from .backbones.base import Backbone
+
+
+class StylizeOptions(BaseModel):
+    """What decides the result, beside the clip, the style and the model. None leaves a choice to the model.
+
+    Attributes:
+        steps: denoising steps.
+        guidance: classifier-free guidance scale; 1 is off, more exaggerates the style.
+        strength: how far to go from the source (0) to the style (1).
+        seed: of the noise; the noise of a frame depends on this and the frame's index alone.
+        window: frames denoised together. overlap: frames that two windows share.
+        min_scene: shortest scene in frames.
+        detector: of cuts.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    steps: int | None = Field(None, ge=1, le=1000)
+    guidance: float | None = Field(None, ge=0, le=50, allow_inf_nan=False)
+    strength: float = Field(1.0, ge=0, le=1)
+    seed: int = Field(0, ge=0, lt=1 << 64)
+    window: int | None = Field(None, ge=2, le=256)
+    overlap: int | None = Field(None, ge=0, le=128)
+    min_scene: int = Field(1, ge=1)
+    detector: Detector = "builtin"
+
+    def for_backbone(self, backbone: Backbone) -> StylizeOptions:
+        """The same options with every choice made. Raises InputError when overlap is not below window."""
+        own = backbone.defaults
+        chosen = {"steps": own.steps, "guidance": own.guidance, "window": own.window, "overlap": own.overlap}
+        filled = self.model_copy(update={k: v for k, v in chosen.items() if getattr(self, k) is None})
+        if filled.overlap > filled.window // 2:
+            raise InputError(f"overlap = {filled.overlap} is over half of window = {filled.window}; make it smaller")
+        return filled
+
+
+def parse_options(**values: object) -> StylizeOptions:
+    """Options from loose values. Raises InputError that names the option, its value and what it may be."""
+    try:
+        return StylizeOptions(**values)
+    except ValidationError as e:
+        problems = [f"{'.'.join(map(str, p['loc']))} = {p['input']!r}: {p['msg'].lower()}" for p in e.errors()]
+        raise InputError("; ".join(problems)) from e

@@ -1,0 +1,123 @@
+"""What a run keeps on disk: latents and motion of every frame, how far it has come, and what that rests on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .errors import OutputError
+
+FORMAT = 1
+
+
+class RunStore:
+    """A folder of memory-mapped arrays beside a manifest.
+
+    A folder whose manifest differs from the one given belongs to other inputs or options and is begun anew. Arrays are
+    mapped only while a slice is read or written, so that what rests here does not count as the process's memory.
+
+    Args:
+        folder: made when missing.
+        manifest: JSON-able description of everything that the result depends on.
+        arrays: name to shape of float32 arrays ``[frames, ...]``.
+
+    Raises:
+        OutputError: the folder cannot be written, or another run is using it.
+    """
+
+    def __init__(self, folder: Path, manifest: dict[str, Any], arrays: dict[str, tuple[int, ...]]):
+        self.folder, self.shapes = folder, arrays
+        self.manifest = {"format": FORMAT, "arrays": {k: list(v) for k, v in arrays.items()}} | manifest
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = FileLock(str(folder) + ".lock")
+            self._lock.acquire(timeout=0)
+        except Timeout as e:
+            raise OutputError(f"{folder} is in use by another run; wait for it, or choose another output folder") from e
+        except OSError as e:
+            raise OutputError(f"{folder} cannot be written ({e.strerror}); choose another output folder") from e
+        try:
+            self.resumed = self._matches()
+            if not self.resumed:
+                self._begin()
+        except OSError as e:
+            self.close()
+            raise OutputError(f"{folder} cannot be written ({e.strerror}); free space or choose another folder") from e
+
+    def _matches(self) -> bool:
+        try:
+            same = json.loads((self.folder / "manifest.json").read_text()) == json.loads(json.dumps(self.manifest))
+        except (OSError, ValueError):
+            return False
+        return same and all((self.folder / f"{name}.f32").is_file() for name in self.shapes)
+
+    def _begin(self) -> None:
+        shutil.rmtree(self.folder)
+        self.folder.mkdir()
+        for name, shape in self.shapes.items():
+            with (self.folder / f"{name}.f32").open("wb") as file:
+                file.truncate(4 * int(np.prod(shape, dtype=np.int64)))
+        _replace_text(self.folder / "manifest.json", json.dumps(self.manifest, indent=1))
+
+    def _slice(self, name: str, first: int, count: int, mode: str) -> np.memmap:
+        shape = self.shapes[name]
+        if not 0 <= first <= first + count <= shape[0]:
+            raise IndexError(f"frames {first} to {first + count} of {name}, which holds {shape[0]}")
+        frame = 4 * int(np.prod(shape[1:], dtype=np.int64))
+        return np.memmap(self.folder / f"{name}.f32", np.float32, mode, first * frame, (count, *shape[1:]))
+
+    def write(self, name: str, first: int, values: Tensor) -> None:
+        """Stores frames ``[n, ...]`` from index ``first`` on."""
+        if not len(values):
+            return
+        view = self._slice(name, first, len(values), "r+")
+        view[:] = values.detach().float().cpu().numpy()
+        view.flush()
+
+    def read(self, name: str, first: int, count: int) -> Tensor:
+        """Frames ``[count, ...]`` from index ``first``, float32, on the CPU."""
+        return torch.from_numpy(np.array(self._slice(name, first, count, "r")))
+
+    def save_state(self, name: str, tensors: dict[str, Tensor], **facts: int | str) -> None:
+        """Replaces a small named state in one step; what was written before is on disk by then."""
+        tensors = {k: v.detach().float().cpu().contiguous() for k, v in tensors.items()}
+        part = self.folder / f"{name}.part"
+        save_file(tensors, part, {k: str(v) for k, v in facts.items()})
+        os.replace(part, self.folder / f"{name}.safetensors")
+
+    def load_state(self, name: str) -> tuple[dict[str, Tensor], dict[str, str]] | None:
+        """The named state and its facts, or None before the first."""
+        path = self.folder / f"{name}.safetensors"
+        if not path.is_file():
+            return None
+        try:
+            with safe_open(path, "pt") as file:
+                return {k: file.get_tensor(k) for k in file.keys()}, file.metadata() or {}  # noqa: SIM118
+        except SafetensorError as e:
+            raise OutputError(f"{path} is damaged ({e}); delete {self.folder} to begin anew") from e
+
+    def close(self) -> None:
+        """Lets another run use the folder. What is stored stays."""
+        self._lock.release()
+
+    def remove(self) -> None:
+        """Deletes everything that the run kept."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._lock.release()
+        Path(self._lock.lock_file).unlink(missing_ok=True)
+
+
+def _replace_text(path: Path, text: str) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(text)
+    os.replace(part, path)
