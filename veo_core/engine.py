@@ -152,32 +152,39 @@ class Stylizer:
 
     @torch.no_grad()
     def decode(
-        self, latents: StylizedLatents, first: int = 0, monitor: Monitor = ignore
+        self,
+        latents: StylizedLatents,
+        begin: int = 0,
+        end: int | None = None,
+        fusion: TemporalFusion | None = None,
+        monitor: Monitor = ignore,
     ) -> Iterator[Tensor]:
-        """Decodes and fuses, chunk by chunk, in order.
+        """Decodes frames ``begin`` to ``end`` and fuses them along their motion, chunk by chunk, in order.
 
         Args:
-            first: frame to begin at, a scene's first frame: fusion starts there.
+            fusion: holds the fused frame before ``begin``, and after each chunk the last one.
 
         Yields:
             Frames ``[n, 3, H, W]`` in 0..1 at the clip's size on the backbone's device.
         """
         store, total = latents.store, latents.survey.frames
         starts = {s.start for s in latents.survey.scenes}
-        fusion = TemporalFusion()
-        for begin in range(first, total, latents.plan.decode_chunk):
-            monitor(Progress("decode", begin, total))
-            count = min(latents.plan.decode_chunk, total - begin)
-            frames = self.backbone.decode(store.read("latents", begin, count).to(self.backbone.device))
-            motion = store.read("motion", begin, count).to(self.backbone.device)
+        fusion = fusion or TemporalFusion()
+        end = total if end is None else end
+        for first in range(begin, end, latents.plan.decode_chunk):
+            monitor(Progress("decode", first, total))
+            count = min(latents.plan.decode_chunk, end - first)
+            decoded = self.backbone.decode(store.read("latents", first, count).to(self.backbone.device))
+            motion = store.read("motion", first, count).to(self.backbone.device)
             fused = []
             for i in range(count):
-                if begin + i in starts:
+                if first + i in starts:
                     fusion.reset()
-                fused.append(fusion(frames[i : i + 1], motion[i : i + 1]))
+                fused.append(fusion(decoded[i : i + 1], motion[i : i + 1]))
             frames = self._crop(torch.cat(fused), latents.clip)
             yield frames
-            monitor(Progress("decode", begin + count, total, lambda last=frames[-1]: last))
+            newest = frames[-1]
+            monitor(Progress("decode", first + count, total, lambda: newest))  # noqa: B023
 
     def _crop(self, frames: Tensor, clip: Clip) -> Tensor:
         width, height = clip.size

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from ..errors import ModelError
 from .warp import warp
 
 STRIDE = 4
+BUNDLED = Path(__file__).parents[1] / "weights" / "veo-mini.safetensors"
 
 
 def _conv(cin: int, cout: int, stride: int = 1) -> nn.Sequential:
@@ -113,3 +118,14 @@ def flow_both_ways(net: FlowNet, frames: Tensor, previous: Tensor) -> tuple[Tens
     flow = net.match(ahead, behind)[-1][..., : -(-h // STRIDE), : -(-w // STRIDE)]
     to_previous, back = rearrange(flow, "(p n) c h w -> p n c h w", p=2)
     return to_previous.contiguous(), back.contiguous()
+
+
+def load_flow(device: torch.device, path: Path = BUNDLED) -> FlowNet:
+    """The flow network bundled in veo-mini's file, for any backbone. Raises ModelError when it is not there."""
+    net = FlowNet()
+    try:
+        with safe_open(path, "pt") as file:
+            net.load_state_dict({k.removeprefix("flow."): file.get_tensor(k).float() for k in file.keys() if k.startswith("flow.")})  # noqa: SIM118
+    except (OSError, SafetensorError, RuntimeError) as e:
+        raise ModelError(f"{path} does not hold the optical flow network ({str(e).splitlines()[0]}); reinstall the pack") from e
+    return net.to(device).eval().requires_grad_(False)

@@ -47,12 +47,13 @@ class TemporalFusion:
     average does not blur. Bicubic warping; no state but one frame; nothing is carried over a cut.
 
     Args:
+        last: the fused frame before the first, ``[1, 3, H, W]``, where fusion goes on.
         moving, still: weight of the frame before, where there is motion and where there is none.
     """
 
-    def __init__(self, moving: float = 0.6, still: float = 0.9):
+    def __init__(self, last: Tensor | None = None, moving: float = 0.6, still: float = 0.9):
         self.moving, self.still = moving, still
-        self.last: Tensor | None = None
+        self.last = last
 
     def reset(self) -> None:
         """Forgets the frame before; the next frame passes as it is."""

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..backbones.mini.network import MiniNetwork
+from ..errors import InputError
 from ..layers.st_norm import TemporalContext
 from ..motion.warp import warp
 from .data import StyleBank, draw, exposure_and_noise, load_bank, synthetic_clips
@@ -325,3 +326,14 @@ def train(data: Path, out: Path, stages: dict[str, float], device: torch.device,
         trainer.save(out)
         if all(judge):
             contact_sheet(trainer.net, *judge, out.with_name(f"{out.stem}_{name}.jpg"))
+
+
+def parse_stages(text: str) -> dict[str, float]:
+    """``"distil:170,style:150"`` to stages and seconds. Raises InputError for an unknown stage or a bad number."""
+    stages: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, seconds = part.strip().partition(":")
+        if name not in STAGES or not seconds.replace(".", "", 1).isdigit():
+            raise InputError(f"stages = {text}: '{part}' is not NAME:SECONDS with a name of {', '.join(STAGES)}")
+        stages[name] = float(seconds)
+    return stages

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import math
 import os
 import shutil
@@ -45,7 +47,7 @@ _ENCODERS: dict[str, _Encoder] = {
     ),
     "vp9": _Encoder("libvpx-vp9", (".webm", ".mkv"), "yuv420p", "yuv420p10le", "yuva420p", 30, {"b": "0", "row-mt": "1"}, ("opus", "vorbis")),
     "av1": _Encoder("libsvtav1", (".mp4", ".webm", ".mkv"), "yuv420p", "yuv420p10le", None, 30, {"preset": "8"}, ("opus",)),
-    "prores4444": _Encoder("prores_ks", (".mov",), "yuva444p10le", "yuva444p10le", "yuva444p10le", None, {"profile": "4444"}, ("pcm_s16le", "aac")),
+    "prores4444": _Encoder("prores_ks", (".mov",), "yuva444p10le", "yuva444p10le", "yuva444p10le", None, {"profile": "4444", "alpha_bits": "16"}, ("pcm_s16le", "aac")),
     "ffv1": _Encoder("ffv1", (".mkv",), "yuv444p", "yuv444p10le", "yuva444p", None, {"level": "3"}, ("flac", "aac", "opus", "pcm_s16le", "mp3")),
     "png": _Encoder("png", ("",), "rgb24", None, "rgba"),
     "png16": _Encoder("png", ("",), "rgb48be", None, "rgba64be"),
@@ -83,12 +85,123 @@ class OutputFormat:
             raise OutputError(f"{self.codec} cannot be written at 10 bits; choose h265, av1, prores4444 or png16")
 
     @property
+    def is_folder(self) -> bool:
+        """Whether a folder of pictures is written."""
+        return self.codec in ("png", "png16")
+
+    @property
+    def joins(self) -> bool:
+        """Whether files of this codec can be joined by their packets."""
+        return self.codec not in ("png", "png16", "gif", "webp")
+
+    @property
     def suffix(self) -> str:
         """Usual file name ending; empty for a folder of pictures."""
         return _ENCODERS[self.codec].suffixes[0]
 
 
-class VideoWriter:
+class _Output:
+    """A file in the making: it takes its name when it is whole, and leaves nothing behind when it fails."""
+
+    def __init__(self, path: str | Path, output: OutputFormat | None, audio: AudioTrack | Waveform | None, metadata: dict[str, str] | None):
+        self.path, self.output = Path(path), output or OutputFormat()
+        self.audio, self.metadata = audio, metadata or {}
+        self.encoder = _ENCODERS[self.output.codec]
+        check_writable(self.path, self.output)
+        self.part = self.path.with_name(f".{self.path.stem}.{os.getpid()}.part{self.path.suffix}")
+        self._container: av.container.OutputContainer | None = None
+
+    def __enter__(self):
+        try:
+            self._open()
+        except (av.FFmpegError, OSError, ValueError) as e:
+            self._discard()
+            raise self._failure(e) from e
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        try:
+            if kind is None:
+                self._finish()
+                if self.path.is_dir():
+                    shutil.rmtree(self.path)
+                self.part.replace(self.path)
+        except (av.FFmpegError, OSError) as e:
+            raise self._failure(e) from e
+        finally:
+            self._discard()
+
+    def _open(self) -> None:
+        options = {"movflags": "use_metadata_tags+faststart"} if self.part.suffix in (".mp4", ".mov") else {}
+        if self.part.suffix == ".gif":
+            options = {"loop": "0"}
+        self._container = av.open(self.part, "w", options=options)
+        self._container.metadata.update(self.metadata)
+        self._stream = self._add_video()
+        self._add_audio()
+
+    def _add_video(self) -> av.video.stream.VideoStream:
+        raise NotImplementedError
+
+    def _add_audio(self) -> None:
+        self._audio_stream, self._waveform = None, None
+        if self.audio is None or not self.encoder.audio:
+            return
+        if isinstance(self.audio, AudioTrack):
+            with av.open(self.audio.path) as source:
+                if not source.streams.audio:
+                    return
+                stream = source.streams.audio[0]
+                if stream.codec_context.name in self.encoder.audio:
+                    self._audio_stream = self._container.add_stream_from_template(stream)
+                    return
+            self._waveform = read_waveform(self.audio)
+        else:
+            self._waveform = self.audio
+        name = next(c for c in self.encoder.audio if c in _AUDIO_ENCODERS)
+        rate = 48000 if name == "opus" else self._waveform.rate
+        self._audio_stream = self._container.add_stream(_AUDIO_ENCODERS[name], rate=rate, layout=_layout(self._waveform))
+
+    def _finish(self) -> None:
+        if self._audio_stream is not None and self._waveform is None:
+            for packet in copied_packets(self.audio, self._audio_stream):
+                self._container.mux(packet)
+        elif self._audio_stream is not None:
+            self._encode_audio()
+        container, self._container = self._container, None
+        container.close()
+
+    def _encode_audio(self) -> None:
+        stream, samples = self._audio_stream, self._waveform.samples
+        resampler = av.AudioResampler(stream.codec_context.format, stream.codec_context.layout, stream.codec_context.rate)
+        for begin in range(0, samples.shape[1], self._waveform.rate):
+            piece = np.ascontiguousarray(samples[:, begin : begin + self._waveform.rate], dtype=np.float32)
+            frame = av.AudioFrame.from_ndarray(piece, format="fltp", layout=_layout(self._waveform))
+            frame.rate, frame.pts, frame.time_base = self._waveform.rate, begin, Fraction(1, self._waveform.rate)
+            for out in resampler.resample(frame):
+                self._container.mux(stream.encode(out))
+        for out in resampler.resample(None):
+            self._container.mux(stream.encode(out))
+        self._container.mux(stream.encode(None))
+
+    def _discard(self) -> None:
+        if self._container is not None:
+            container, self._container = self._container, None
+            with contextlib.suppress(av.FFmpegError, OSError):
+                container.close()
+        if self.part.is_dir():
+            shutil.rmtree(self.part, ignore_errors=True)
+        else:
+            self.part.unlink(missing_ok=True)
+
+    def _failure(self, error: Exception) -> OutputError:
+        reason = getattr(error, "strerror", None) or str(error)
+        if getattr(error, "errno", None) == errno.ENOSPC:
+            reason = "the disk is full; free some space or choose another folder"
+        return OutputError(f"{self.path} could not be written as {self.output.codec}: {reason}")
+
+
+class VideoWriter(_Output):
     """Writes one file. A context manager: on a clean exit the file takes its name, on an error nothing is left.
 
     Args:
@@ -97,8 +210,9 @@ class VideoWriter:
         rate: frames per second; an average where times vary.
         time_base: unit of the time stamps; None is that of ``rate``.
         output: codec and quality.
-        tags: colours to write; the matrix must suit the size (BT.601 or BT.709 for SDR).
-        audio: what to put beside the pictures.
+        tags: colours to write; None is BT.601 or BT.709 by size. High dynamic range is written as BT.709.
+        alpha: write transparency where the codec carries it.
+        audio: what to put beside the pictures; copied where the container allows.
         metadata: text tags of the container, such as a workflow as JSON.
 
     Raises:
@@ -119,88 +233,46 @@ class VideoWriter:
         audio: AudioTrack | Waveform | None = None,
         metadata: dict[str, str] | None = None,
     ):
-        self.path, self.size, self.output = Path(path), size, output or OutputFormat()
-        self.rate, self.audio, self.metadata = rate, audio, metadata or {}
-        self.time_base = time_base or 1 / rate
-        self.encoder = _ENCODERS[self.output.codec]
+        super().__init__(path, output, audio, metadata)
+        self.size, self.rate, self.time_base = size, rate, time_base or 1 / rate
         self.tags = _sdr_tags(tags, size)
         self.pixel_format = self.encoder.pixel_format
         if self.output.deep:
             self.pixel_format = self.encoder.deep_format
         elif alpha and self.encoder.alpha_format:
             self.pixel_format = self.encoder.alpha_format
-        self.folder = self.output.codec in ("png", "png16")
-        check_writable(self.path, self.output)
-        self.part = self.path.with_name(f".{self.path.stem}.{os.getpid()}.part{self.path.suffix}")
         self.count = 0
-        self._container: av.container.OutputContainer | None = None
         self._palette: av.filter.Graph | None = None
 
-    def __enter__(self) -> VideoWriter:
-        try:
-            if self.folder:
-                self.part.mkdir()
-            else:
-                self._open()
-        except (av.FFmpegError, OSError, ValueError) as e:
-            self._discard()
-            raise self._failure(e) from e
-        return self
-
     def _open(self) -> None:
-        options = {"movflags": "use_metadata_tags+faststart"} if self.part.suffix in (".mp4", ".mov") else {}
-        if self.part.suffix == ".gif":
-            options = {"loop": "0"}
-        self._container = av.open(self.part, "w", options=options)
-        self._container.metadata.update(self.metadata)
-        self._stream = self._container.add_stream(self.encoder.name, rate=self.rate)
-        context = self._stream.codec_context
+        if self.output.is_folder:
+            self.part.mkdir()
+        else:
+            super()._open()
+
+    def _add_video(self) -> av.video.stream.VideoStream:
+        stream = self._container.add_stream(self.encoder.name, rate=self.rate)
+        context = stream.codec_context
         width, height = self._even(*self.size)
         context.width, context.height, context.pix_fmt = width, height, self.pixel_format
-        context.time_base = self.time_base
-        self._stream.time_base = self.time_base
+        context.time_base = stream.time_base = self.time_base
         options = dict(self.encoder.options)
         if self.output.bitrate:
             context.bit_rate = self.output.bitrate
             options.pop("b", None)
         elif self.encoder.crf is not None:
             options["crf"] = str(self.output.crf if self.output.crf is not None else self.encoder.crf)
-        if self.output.codec == "prores4444":
-            options["alpha_bits"] = "16"
         context.options = options
         if not av.VideoFormat(self.pixel_format).is_rgb and self.pixel_format != "pal8":
             context.colorspace, context.color_range = self.tags.matrix, 2 if self.tags.full else 1
             context.color_primaries, context.color_trc = self.tags.primaries, self.tags.transfer
         if self.output.codec == "gif":
             self._palette = _palette_graph(width, height, self.time_base)
-        self._add_audio()
+        return stream
 
     def _even(self, width: int, height: int) -> tuple[int, int]:
-        chroma = av.VideoFormat(self.pixel_format)
-        subsampled = chroma.chroma_width(64) < 64
+        subsampled = av.VideoFormat(self.pixel_format).chroma_width(64) < 64
         return (width + width % 2, height + height % 2) if subsampled else (width, height)
-
-    def _add_audio(self) -> None:
-        self._audio_stream, self._copy = None, False
-        if self.audio is None or not self.encoder.audio:
-            return
-        if isinstance(self.audio, AudioTrack):
-            with av.open(self.audio.path) as source:
-                if not source.streams.audio:
-                    return
-                stream = source.streams.audio[0]
-                if stream.codec_context.name in self.encoder.audio:
-                    self._audio_stream = self._container.add_stream_from_template(stream)
-                    self._copy = True
-                    return
-            self._waveform = read_waveform(self.audio)
-        else:
-            self._waveform = self.audio
-        codec = next(c for c in self.encoder.audio if c in _AUDIO_ENCODERS)
-        rate = self._waveform.rate
-        if codec == "opus" and rate not in (8000, 12000, 16000, 24000, 48000):
-            rate = 48000
-        self._audio_stream = self._container.add_stream(_AUDIO_ENCODERS[codec], rate=rate, layout=_layout(self._waveform))
 
     def write(self, frames: Tensor, times: Iterable[Fraction], alpha: Tensor | None = None) -> None:
         """Appends frames.
@@ -220,7 +292,7 @@ class VideoWriter:
 
     def _write_one(self, image: np.ndarray, mask: np.ndarray | None, pts: int) -> None:
         self.count += 1
-        if self.folder:
+        if self.output.is_folder:
             frame = from_rgb(image, self.pixel_format, self.tags, mask)
             _save_png(frame, self.part / f"{self.count:06d}.png")
             return
@@ -229,8 +301,7 @@ class VideoWriter:
         if any(p for _, p in pad):
             image = np.pad(image, pad, mode="edge")
             mask = None if mask is None else np.pad(mask, pad, mode="edge")
-        source_format = "rgb24" if self._palette else self.pixel_format
-        frame = from_rgb(image, source_format, self.tags, mask)
+        frame = from_rgb(image, "rgb24" if self._palette else self.pixel_format, self.tags, mask)
         frame.pts, frame.time_base = pts, self.time_base
         if self._palette:
             self._palette.push(frame)
@@ -238,62 +309,55 @@ class VideoWriter:
             frame.pts, frame.time_base = pts, self.time_base
         self._container.mux(self._stream.encode(frame))
 
-    def __exit__(self, kind, error, trace) -> None:
-        try:
-            if kind is None:
-                self._finish()
-                if self.path.is_dir():
-                    shutil.rmtree(self.path)
-                self.part.replace(self.path)
-        except (av.FFmpegError, OSError) as e:
-            raise self._failure(e) from e
-        finally:
-            self._discard()
-
     def _finish(self) -> None:
-        if self.folder:
+        if self.output.is_folder:
             return
         self._container.mux(self._stream.encode(None))
-        if self._audio_stream is not None:
-            if self._copy:
-                for packet in copied_packets(self.audio, self._audio_stream):
+        super()._finish()
+
+
+class _Joined(_Output):
+    """Takes its pictures from files that were written with the same settings, without encoding them again."""
+
+    def __init__(self, parts: list[tuple[Path, Fraction]], *args):
+        super().__init__(*args)
+        self.parts = parts
+
+    def _add_video(self) -> av.video.stream.VideoStream:
+        with av.open(self.parts[0][0]) as first:
+            return self._container.add_stream_from_template(first.streams.video[0])
+
+    def _finish(self) -> None:
+        for path, offset in self.parts:
+            with av.open(path) as part:
+                stream = part.streams.video[0]
+                shift = round(offset / stream.time_base)
+                for packet in part.demux(stream):
+                    if packet.dts is None:
+                        continue
+                    packet.pts, packet.dts = packet.pts + shift, packet.dts + shift
+                    packet.stream = self._stream
                     self._container.mux(packet)
-            else:
-                self._encode_audio()
-        container, self._container = self._container, None
-        container.close()
+        super()._finish()
 
-    def _encode_audio(self) -> None:
-        stream = self._audio_stream
-        resampler = av.AudioResampler(stream.codec_context.format, stream.codec_context.layout, stream.codec_context.rate)
-        step = self._waveform.rate
-        for begin in range(0, self._waveform.samples.shape[1], step):
-            samples = np.ascontiguousarray(self._waveform.samples[:, begin : begin + step], dtype=np.float32)
-            frame = av.AudioFrame.from_ndarray(samples, format="fltp", layout=_layout(self._waveform))
-            frame.rate, frame.pts, frame.time_base = self._waveform.rate, begin, Fraction(1, self._waveform.rate)
-            for out in resampler.resample(frame):
-                self._container.mux(stream.encode(out))
-        for out in resampler.resample(None):
-            self._container.mux(stream.encode(out))
-        self._container.mux(stream.encode(None))
 
-    def _discard(self) -> None:
-        if self._container is not None:
-            container, self._container = self._container, None
-            try:
-                container.close()
-            except (av.FFmpegError, OSError):
-                pass
-        if self.part.is_dir():
-            shutil.rmtree(self.part, ignore_errors=True)
-        else:
-            self.part.unlink(missing_ok=True)
+def join(
+    parts: list[tuple[Path, Fraction]],
+    path: str | Path,
+    output: OutputFormat,
+    audio: AudioTrack | Waveform | None = None,
+    metadata: dict[str, str] | None = None,
+) -> None:
+    """Makes one file of several that were written with the same settings, by copying their packets.
 
-    def _failure(self, error: Exception) -> OutputError:
-        reason = getattr(error, "strerror", None) or str(error)
-        if getattr(error, "errno", None) == 28:
-            reason = "the disk is full; free some space or choose another folder"
-        return OutputError(f"{self.path} could not be written as {self.output.codec}: {reason}")
+    Args:
+        parts: files and the time in seconds at which each begins.
+
+    Raises:
+        OutputError: as of :class:`VideoWriter`.
+    """
+    with _Joined(parts, path, output, audio, metadata):
+        pass
 
 
 def check_writable(path: Path, output: OutputFormat) -> None:
@@ -358,3 +422,15 @@ def tick(times: list[Fraction], fallback: Fraction) -> Fraction:
         if denominator > 1_000_000:
             return Fraction(1, 90_000)
     return Fraction(1, denominator) if denominator > 1 or len(times) > 1 else fallback
+
+
+def available_codecs() -> dict[str, bool]:
+    """Every codec and whether this FFmpeg can write it."""
+    out = {}
+    for codec, encoder in _ENCODERS.items():
+        try:
+            av.Codec(encoder.name, "w")
+            out[codec] = True
+        except (av.FFmpegError, ValueError):
+            out[codec] = False
+    return out

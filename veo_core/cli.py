@@ -1,0 +1,276 @@
+"""The command line ``veostyle``: the engine for people without a canvas."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from .errors import VeoError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Turns a video into the style of a picture: no flicker, any length, within the memory you have.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+err = Console(stderr=True)
+
+VideoPath = Annotated[Path, typer.Option("--video_path", "--video-path", help="Video, animated picture or folder of stills.")]
+StyleImages = Annotated[list[Path], typer.Option("--style_image", "--style-image", help="Style picture; give several to blend them.")]
+Budget = Annotated[float | None, typer.Option("--memory_gb", "--memory-gb", help="Memory budget on the device in GB; free memory when missing.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Model = Annotated[Path | None, typer.Option(help="safetensors of a model; the bundled veo-mini when missing.")]
+Steps = Annotated[int | None, typer.Option("--num_inference_steps", "--num-inference-steps", help="Denoising steps; the model's own number when missing.")]
+Guidance = Annotated[float | None, typer.Option("--guidance_scale", "--guidance-scale", help="Classifier-free guidance scale; 1 is off.")]
+Start = Annotated[float, typer.Option(help="Seconds of the video to skip.")]
+Duration = Annotated[float | None, typer.Option(help="Seconds of the video to take.")]
+Rate = Annotated[float | None, typer.Option("--force_rate", "--force-rate", help="Frames per second; the video's own when missing.")]
+EveryNth = Annotated[int, typer.Option("--every_nth", "--every-nth", help="Take one frame in so many.")]
+MaxFrames = Annotated[int | None, typer.Option("--max_frames", "--max-frames", help="Take at most so many frames.")]
+Width = Annotated[int | None, typer.Option(help="Width in pixels; aspect is kept when only one side is given.")]
+Height = Annotated[int | None, typer.Option(help="Height in pixels.")]
+Debug = Annotated[bool, typer.Option(help="Show the traceback of an error.")]
+
+
+@app.command()
+def stylize(
+    video_path: VideoPath,
+    style_image: StyleImages,
+    output_dir: Annotated[Path, typer.Option("--output_dir", "--output-dir", help="Folder for the result; made when missing.")],
+    style_weight: Annotated[list[float] | None, typer.Option("--style_weight", "--style-weight", help="Weight of each style picture, in their order.")] = None,
+    model: Model = None,
+    num_inference_steps: Steps = None,
+    guidance_scale: Guidance = None,
+    strength: Annotated[float, typer.Option(help="How far to go: 0 is the source, 1 the full style.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the noise, where the model uses any.")] = 0,
+    codec: Annotated[str, typer.Option(help="h264, h265, vp9, av1, prores4444, ffv1, png, png16, gif or webp.")] = "h264",
+    crf: Annotated[int | None, typer.Option(help="Quality of the codec; lower is better.")] = None,
+    bitrate: Annotated[int | None, typer.Option(help="Bits per second, in place of a quality.")] = None,
+    deep: Annotated[bool, typer.Option(help="10 bits per colour where the codec can.")] = False,
+    audio: Annotated[bool, typer.Option(help="Keep the video's audio.")] = True,
+    start: Start = 0.0,
+    duration: Duration = None,
+    force_rate: Rate = None,
+    every_nth: EveryNth = 1,
+    max_frames: MaxFrames = None,
+    width: Width = None,
+    height: Height = None,
+    detector: Annotated[str, typer.Option(help="Of cuts: builtin, or transnetv2 when that package is installed.")] = "builtin",
+    memory_gb: Budget = None,
+    device: Device = "auto",
+    keep_work: Annotated[bool, typer.Option("--keep_work", "--keep-work", help="Keep the latents beside the result.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Stylise a video. Run the same command again after a crash and it goes on where it stopped."""
+    from .engine import Stylizer
+    from .options import parse_options
+    from .render import render, source_audio
+    from .style.encoder import load_style
+    from .video.reader import open_clip
+    from .video.writer import OutputFormat, check_writable
+
+    options = parse_options(steps=num_inference_steps, guidance=guidance_scale, strength=strength, seed=seed, detector=detector)
+    output = OutputFormat(codec, crf, bitrate, deep)
+    clip = open_clip(
+        video_path, start=start, duration=duration, rate=force_rate, every_nth=every_nth, max_frames=max_frames, width=width, height=height
+    )
+    style = load_style(list(style_image), style_weight)
+    output_dir = _folder(output_dir)
+    path = output_dir / f"{video_path.stem}_{style_image[0].stem}{output.suffix}"
+    check_writable(path, output)
+    backbone, flow = _load(model, device)
+    engine = Stylizer(backbone, flow)
+    plan = engine.plan(clip, options, _bytes(memory_gb))
+    for notice in clip.info.notices:
+        err.print(f"note: {notice}")
+    with _Bars() as bars:
+        latents = engine.denoise(clip, style, options, output_dir / ".veostyle", plan, bars)
+        try:
+            sound = source_audio(clip, latents.survey.duration) if audio else None
+            render(engine, latents, path, output, audio=sound, monitor=bars)
+        except BaseException:
+            latents.store.close()
+            raise
+    for notice in latents.survey.notices:
+        err.print(f"note: {notice}")
+    latents.store.close() if keep_work else latents.store.remove()
+    scenes = len(latents.survey.scenes)
+    err.print(f"{path}: {latents.survey.frames} frames, {float(latents.survey.duration):.2f} s, {scenes} scene{'s' * (scenes != 1)}")
+
+
+@app.command()
+def plan(
+    video_path: VideoPath,
+    model: Model = None,
+    num_inference_steps: Steps = None,
+    guidance_scale: Guidance = None,
+    width: Width = None,
+    height: Height = None,
+    memory_gb: Budget = None,
+    device: Device = "auto",
+    debug: Debug = False,
+) -> None:
+    """Show how much memory a run would take, without running it."""
+    from .engine import Stylizer
+    from .options import parse_options
+    from .video.reader import open_clip
+
+    clip = open_clip(video_path, width=width, height=height)
+    options = parse_options(steps=num_inference_steps, guidance=guidance_scale)
+    made = Stylizer(*_load(model, device)).plan(clip, options, _bytes(memory_gb))
+    print(made.describe())
+
+
+@app.command()
+def metrics(
+    result: Annotated[Path, typer.Option(help="Stylised video.")],
+    source: Annotated[Path, typer.Option(help="Video that it was made from.")],
+    device: Device = "auto",
+    debug: Debug = False,
+) -> None:
+    """Measure flicker, sharpness and structure of a result against its source."""
+    from .metrics.report import measure
+    from .video.reader import open_clip
+
+    _, flow = _load(None, device)
+    table = Table("metric", "value", "meaning")
+    for row in measure(open_clip(result), open_clip(source), flow):
+        table.add_row(row.name, f"{row.value:.5f}", row.meaning)
+    Console().print(table)
+
+
+@app.command()
+def doctor() -> None:
+    """Show what this machine offers and what the pack makes of it."""
+    from .doctor import findings
+
+    table = Table("part", "state", "detail")
+    for row in findings():
+        table.add_row(*row)
+    Console().print(table)
+
+
+@app.command()
+def train(
+    data: Annotated[Path, typer.Option(help="Folder with content/, styles/, magenta/ and vgg19.safetensors.")],
+    out: Annotated[Path, typer.Option(help="safetensors file to write.")],
+    stages: Annotated[str, typer.Option(help="Stages in order with seconds, such as autoencoder:180,distil:170.")],
+    resume: Annotated[Path | None, typer.Option(help="Weights to go on from.")] = None,
+    size: Annotated[int, typer.Option(help="Side of the training pictures.")] = 256,
+    batch: Annotated[int, typer.Option(help="Pictures in a step.")] = 16,
+    device: Device = "auto",
+    debug: Debug = False,
+) -> None:
+    """Train veo-mini. Needs the extra `train`."""
+    from .train.mini import parse_stages
+    from .train.mini import train as run
+
+    run(data, out, parse_stages(stages), _device(device), resume, size=size, batch=batch)
+
+
+def _folder(path: Path) -> Path:
+    from .errors import OutputError
+
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise OutputError(f"output_dir = {path} cannot be made ({e.strerror}); choose another folder") from e
+    return path
+
+
+def _bytes(gigabytes: float | None) -> int | None:
+    from .errors import InputError
+
+    if gigabytes is None:
+        return None
+    if not gigabytes > 0:
+        raise InputError(f"memory_gb = {gigabytes:g} is out of range; give a number above 0, or leave it out")
+    return int(gigabytes * 1e9)
+
+
+def _device(name: str):
+    import torch
+
+    from .errors import InputError
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name not in ("cpu", "cuda"):
+        raise InputError(f"device = {name} is unknown; give auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError("device = cuda, but this PyTorch sees no CUDA device; give cpu, or install a CUDA build of torch")
+    return torch.device(name)
+
+
+def _load(model: Path | None, device: str):
+    from .backbones import load_backbone
+    from .motion.flow import load_flow
+
+    where = _device(device)
+    return load_backbone(model, where), load_flow(where)
+
+
+class _Bars:
+    """Progress bars, one a stage: stage, frame, speed and time left. A monitor for the engine."""
+
+    TITLES = {"survey": "looking for cuts", "denoise": "stylising", "decode": "writing"}
+
+    def __init__(self):
+        self.bars = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description:<16}"),
+            BarColumn(),
+            TextColumn("frame"),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[speed]}"),
+            TimeRemainingColumn(),
+            console=err,
+        )
+        self.tasks: dict[str, int] = {}
+
+    def __enter__(self) -> _Bars:
+        self.bars.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.bars.stop()
+
+    def __call__(self, progress) -> None:
+        if progress.stage not in self.tasks:
+            self.tasks[progress.stage] = self.bars.add_task(self.TITLES[progress.stage], total=progress.total or None, speed="")
+        task = self.tasks[progress.stage]
+        speed = self.bars.tasks[task].speed
+        self.bars.update(task, completed=progress.done, total=progress.total or None, speed=f"{speed:.1f} fps" if speed else "")
+
+
+def main() -> None:
+    """Entry point: a mistake of the user is one line and exit code 2."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    debug = "--debug" in sys.argv
+    try:
+        app(standalone_mode=False)
+    except VeoError as e:
+        if debug:
+            raise
+        err.print(f"error: {e}", style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(2)
+    except typer.Abort:
+        sys.exit(130)
+    except KeyboardInterrupt:
+        err.print("interrupted; run the same command again to go on")
+        sys.exit(130)
+    except Exception as e:
+        usage = getattr(e, "format_message", None)
+        if usage is None or debug:
+            raise
+        err.print(f"error: {usage()}", style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(2)
+
