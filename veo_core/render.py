@@ -11,15 +11,9 @@ import torch
 from .engine import Monitor, Progress, StylizedLatents, Stylizer, ignore
 from .motion.fusion import TemporalFusion
 from .video.audio import AudioTrack, Waveform
-from .video.reader import Clip
 from .video.writer import OutputFormat, VideoWriter, check_writable, join, tick
 
 SEGMENT = 48
-
-
-def source_audio(clip: Clip, duration: Fraction) -> AudioTrack | None:
-    """The clip's own audio over its span, or None where it has none."""
-    return AudioTrack(clip.path, clip.start, duration) if clip.info.audio else None
 
 
 @torch.no_grad()
@@ -61,7 +55,10 @@ def render(
     }
     monitor(Progress("decode", 0, len(times)))
     if not output.joins:
-        with VideoWriter(path, audio=audio, metadata=metadata, **settings) as writer, closing(engine.decode(latents, monitor=monitor)) as chunks:
+        with (
+            VideoWriter(path, audio=audio, metadata=metadata, **settings) as writer,
+            closing(engine.decode(latents, monitor=monitor)) as chunks,
+        ):
             done = 0
             for frames in chunks:
                 writer.write(frames, times[done : done + len(frames)])
@@ -71,7 +68,9 @@ def render(
     return path
 
 
-def _segments(engine: Stylizer, latents: StylizedLatents, settings: dict, monitor: Monitor) -> list[tuple[Path, Fraction]]:
+def _segments(
+    engine: Stylizer, latents: StylizedLatents, settings: dict, monitor: Monitor
+) -> list[tuple[Path, Fraction]]:
     times, store, output = latents.survey.times, latents.store, settings["output"]
     name = f"segment-{output.codec}-{output.crf}-{output.bitrate}-{int(output.deep)}"
     begins = range(0, len(times), SEGMENT)
@@ -82,7 +81,10 @@ def _segments(engine: Stylizer, latents: StylizedLatents, settings: dict, monito
         end = min(begin + SEGMENT, len(times))
         saved = store.load_state(f"{name}-fused-{begin:08d}") if begin else None
         fusion = TemporalFusion(None if saved is None else saved[0]["frame"].to(engine.backbone.device))
-        with VideoWriter(part, **settings) as writer, closing(engine.decode(latents, begin, end, fusion, monitor)) as chunks:
+        with (
+            VideoWriter(part, **settings) as writer,
+            closing(engine.decode(latents, begin, end, fusion, monitor)) as chunks,
+        ):
             done = begin
             for frames in chunks:
                 writer.write(frames, [t - origin for t in times[done : done + len(frames)]])

@@ -88,6 +88,10 @@ class RunStore:
         """Frames ``[count, ...]`` from index ``first``, float32, on the CPU."""
         return torch.from_numpy(np.array(self._slice(name, first, count, "r")))
 
+    def mapped(self, name: str) -> Tensor:
+        """The whole array as a tensor over the file: read where it is touched, changes are not written back."""
+        return torch.from_numpy(self._slice(name, 0, self.shapes[name][0], "c"))
+
     def save_state(self, name: str, tensors: dict[str, Tensor], **facts: int | str) -> None:
         """Replaces a small named state in one step; what was written before is on disk by then."""
         tensors = {k: v.detach().float().cpu().contiguous() for k, v in tensors.items()}
@@ -121,3 +125,18 @@ def _replace_text(path: Path, text: str) -> None:
     part = path.with_suffix(".part")
     part.write_text(text)
     os.replace(part, path)
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Deletes all but the most recently used runs in a folder of runs; one in use is left alone."""
+    if not folder.is_dir():
+        return
+    runs = sorted((r for r in folder.iterdir() if r.is_dir()), key=lambda r: r.stat().st_mtime, reverse=True)
+    for run in runs[keep:]:
+        lock = FileLock(str(run) + ".lock")
+        try:
+            with lock.acquire(timeout=0):
+                shutil.rmtree(run, ignore_errors=True)
+        except Timeout:
+            continue
+        Path(lock.lock_file).unlink(missing_ok=True)

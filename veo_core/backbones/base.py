@@ -59,7 +59,8 @@ class Backbone(Protocol):
         name: for people and manifests. digest: hash of the weights.
         channels, factor, multiple: geometry of the latents.
         defaults: settings that suit it.
-        device: where it runs.
+        module: all networks, for whoever moves them between devices.
+        device: where the networks are now.
         weight_bytes: of all its networks.
     """
 
@@ -69,8 +70,11 @@ class Backbone(Protocol):
     factor: int
     multiple: int
     defaults: Defaults
-    device: torch.device
+    module: torch.nn.Module
     weight_bytes: int
+
+    @property
+    def device(self) -> torch.device: ...
 
     def encode(self, frames: Tensor) -> Tensor:
         """Frames to latents, each frame on its own."""

@@ -49,7 +49,10 @@ class MemoryPlan:
 
     def describe(self) -> str:
         """The plan in a few lines for a person."""
-        lines = [f"{self.device.type}: peak {_mib(self.peak)} of a budget of {_mib(self.budget)}", f"  weights {_mib(self.weights)}"]
+        lines = [
+            f"{self.device.type}: peak {_mib(self.peak)} of a budget of {_mib(self.budget)}",
+            f"  weights {_mib(self.weights)}",
+        ]
         lines += [f"  {stage} {_mib(size)}" for stage, size in self.stages.items()]
         lines.append(f"  encodes {self.encode_chunk} and decodes {self.decode_chunk} frames at once")
         if self.host:
@@ -77,7 +80,12 @@ def free_memory(device: torch.device) -> int:
 
 
 def make_plan(
-    backbone: Backbone, flow: FlowNet, size: tuple[int, int], window: int, budget: int | None = None, guidance: float = 1.0
+    backbone: Backbone,
+    flow: FlowNet,
+    size: tuple[int, int],
+    window: int,
+    budget: int | None = None,
+    guidance: float = 1.0,
 ) -> MemoryPlan:
     """Chooses the largest chunks that fit.
 

@@ -56,7 +56,9 @@ def measure(result: Clip, source: Clip, flow: FlowNet) -> list[Metric]:
     Raises InputError when they differ in size or number of frames, or have fewer than two.
     """
     if result.size != source.size:
-        raise InputError(f"{result.path} is {result.size} and {source.path} is {source.size} pixels; give videos of one size")
+        raise InputError(
+            f"{result.path} is {result.size} and {source.path} is {source.size} pixels; give videos of one size"
+        )
     device = next(flow.parameters()).device
     temporal, structure = TemporalMetrics(), []
     kept: deque[tuple[Tensor, Tensor]] = deque(maxlen=3)

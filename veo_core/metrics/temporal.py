@@ -45,7 +45,9 @@ class TemporalMetrics:
         for name, value in values.items():
             self.sums[name] = self.sums.get(name, 0.0) + float(value)
 
-    def add(self, now: Tensor, before: Tensor, source: Tensor, source_before: Tensor, flow: Tensor, visible: Tensor) -> None:
+    def add(
+        self, now: Tensor, before: Tensor, source: Tensor, source_before: Tensor, flow: Tensor, visible: Tensor
+    ) -> None:
         """Takes one pair.
 
         Args:

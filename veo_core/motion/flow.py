@@ -114,7 +114,9 @@ def flow_both_ways(net: FlowNet, frames: Tensor, previous: Tensor) -> tuple[Tens
     n, _, h, w = frames.shape
     features = net.features(_pad32(torch.cat([frames, previous])))
     first, second = zip(*(f.chunk(2) for f in features), strict=True)
-    ahead, behind = ([torch.cat(pair) for pair in zip(x, y, strict=True)] for x, y in ((first, second), (second, first)))
+    ahead, behind = (
+        [torch.cat(pair) for pair in zip(x, y, strict=True)] for x, y in ((first, second), (second, first))
+    )
     flow = net.match(ahead, behind)[-1][..., : -(-h // STRIDE), : -(-w // STRIDE)]
     to_previous, back = rearrange(flow, "(p n) c h w -> p n c h w", p=2)
     return to_previous.contiguous(), back.contiguous()
@@ -125,7 +127,11 @@ def load_flow(device: torch.device, path: Path = BUNDLED) -> FlowNet:
     net = FlowNet()
     try:
         with safe_open(path, "pt") as file:
-            net.load_state_dict({k.removeprefix("flow."): file.get_tensor(k).float() for k in file.keys() if k.startswith("flow.")})  # noqa: SIM118
+            net.load_state_dict(
+                {k.removeprefix("flow."): file.get_tensor(k).float() for k in file.keys() if k.startswith("flow.")}
+            )
     except (OSError, SafetensorError, RuntimeError) as e:
-        raise ModelError(f"{path} does not hold the optical flow network ({str(e).splitlines()[0]}); reinstall the pack") from e
+        raise ModelError(
+            f"{path} does not hold the optical flow network ({str(e).splitlines()[0]}); reinstall the pack"
+        ) from e
     return net.to(device).eval().requires_grad_(False)

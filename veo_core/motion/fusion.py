@@ -69,7 +69,9 @@ class TemporalFusion:
         speed = flow.norm(dim=1, keepdim=True)
         stillness = torch.exp(-((speed / 0.5) ** 2))
         before = torch.lerp(warp(self.last, flow, "bicubic"), self.last, stillness)
-        weight = trust * torch.lerp(torch.full_like(stillness, self.moving), torch.full_like(stillness, self.still), stillness)
+        weight = trust * torch.lerp(
+            torch.full_like(stillness, self.moving), torch.full_like(stillness, self.still), stillness
+        )
         fused = torch.lerp(frame, before, weight)
         self.last = _with_detail_of(frame, fused)
         return self.last

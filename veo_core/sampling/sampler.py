@@ -71,9 +71,7 @@ def denoise_window(
     x = clean = backbone.start(content, noise, strength)
     for index, sigma in enumerate(schedule.sigmas):
         before_step(index)
-        temporal = TemporalContext(
-            n + 1, state.moments, None if window.last else stride - 1, f"{index}.", handed
-        )
+        temporal = TemporalContext(n + 1, state.moments, None if window.last else stride - 1, f"{index}.", handed)
         clean = backbone.predict(x, sigma, condition, Sites(content, motion, temporal))
         if state.shared is not None:
             shared = slice(1, 1 + len(state.shared))

@@ -24,27 +24,30 @@ class Style:
 
     Attributes:
         pictures: float32 ``[3, H, W]`` in 0..1 each, short side at most 512.
-        weights: one each, not negative, sum 1.
+        weights: share of each, not negative, sum 1.
+        weight: how strongly the style as a whole is applied; 0 is none, 1 as it is, more exaggerates.
     """
 
     pictures: tuple[Tensor, ...]
     weights: tuple[float, ...]
+    weight: float = 1.0
 
     @property
     def digest(self) -> str:
         """Hash of pictures and weights."""
-        hashed = hashlib.sha256(repr(self.weights).encode())
+        hashed = hashlib.sha256(repr((self.weights, self.weight)).encode())
         for picture in self.pictures:
             hashed.update(repr(tuple(picture.shape)).encode() + picture.mul(255).round().byte().numpy().tobytes())
         return hashed.hexdigest()
 
 
-def style_from_tensors(pictures: list[Tensor], weights: list[float] | None = None) -> Style:
+def style_from_tensors(pictures: list[Tensor], weights: list[float] | None = None, weight: float = 1.0) -> Style:
     """A style from pictures in memory.
 
     Args:
         pictures: float ``[3, H, W]`` in 0..1, any device.
         weights: how much each counts; equal when missing.
+        weight: of the whole, 0 to 2.
 
     Raises:
         InputError: no picture, a side under 8 pixels, values that are not finite, weights that do not fit.
@@ -53,9 +56,13 @@ def style_from_tensors(pictures: list[Tensor], weights: list[float] | None = Non
         raise InputError("no style picture was given; give at least one")
     weights = [1.0] * len(pictures) if weights is None else list(weights)
     if len(weights) != len(pictures) or min(weights) < 0 or sum(weights) <= 0:
-        raise InputError(f"style weights = {weights} do not fit {len(pictures)} pictures; give one each, none negative, not all 0")
+        raise InputError(
+            f"style weights = {weights} do not fit {len(pictures)} pictures; give one each, none negative, not all 0"
+        )
+    if not 0 <= weight <= 2:
+        raise InputError(f"style weight = {weight} is out of range; give 0 to 2")
     kept = tuple(_prepared(p, f"style picture {i + 1}") for i, p in enumerate(pictures))
-    return Style(kept, tuple(w / sum(weights) for w in weights))
+    return Style(kept, tuple(w / sum(weights) for w in weights), weight)
 
 
 def _prepared(picture: Tensor, name: str) -> Tensor:
@@ -85,7 +92,9 @@ def _load_picture(path: Path) -> Tensor:
         with Image.open(path) as picture:
             width, height = picture.size
             if width * height > MAX_PIXELS:
-                raise InputError(f"style image {path} is {width}x{height} pixels, more than {MAX_PIXELS:,}; scale it down")
+                raise InputError(
+                    f"style image {path} is {width}x{height} pixels, more than {MAX_PIXELS:,}; scale it down"
+                )
             picture.draft("RGB", (2 * SHORT_SIDE, 2 * SHORT_SIDE))
             picture = ImageOps.exif_transpose(picture)
             if picture.has_transparency_data:

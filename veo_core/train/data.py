@@ -38,7 +38,9 @@ def load_bank(files: list[Path], device: torch.device, side: int = SIDE) -> Tens
         return ends
 
     if not files:
-        raise InputError("no training pictures were found; name a folder that holds content/ and styles/ with .jpg files")
+        raise InputError(
+            "no training pictures were found; name a folder that holds content/ and styles/ with .jpg files"
+        )
     with ThreadPoolExecutor() as pool:
         pictures = [c for found in pool.map(crops, files) for c in found]
     return torch.from_numpy(np.stack(pictures)).movedim(-1, 1).contiguous().to(device)
@@ -77,7 +79,9 @@ def random_crops(pictures: Tensor, size: int, zoom: tuple[float, float] = (0.75,
     grid = pixel_grid(size, size, device)
     mirror = torch.rand(n, device=device) < 0.5
     x = torch.where(mirror[:, None, None], size - 1 - grid[0], grid[0])
-    positions = torch.stack([x, grid[1].expand(n, -1, -1)], dim=1) * scale[:, None, None, None] + offset[..., None, None]
+    positions = (
+        torch.stack([x, grid[1].expand(n, -1, -1)], dim=1) * scale[:, None, None, None] + offset[..., None, None]
+    )
     return sample_at(pictures.float() / 255, positions)
 
 

@@ -70,7 +70,9 @@ class TrainingLoop:
         return {k: v.detach() for k, v in losses.items()} | {"norm": norm.detach()}
 
     def _set_rates(self, iteration: int, progress: float) -> None:
-        shape = min(1.0, (iteration + 1) / self.warm_up) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+        shape = min(1.0, (iteration + 1) / self.warm_up) * (
+            0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        )
         for rate, peak in zip(self.rates, self.peaks, strict=True):
             rate.fill_(peak * shape)
 
@@ -112,6 +114,9 @@ class TrainingLoop:
                 told = now
                 text = " ".join(f"{k} {v.item():.4f}" for k, v in losses.items())
                 log(f"{name} {now - begin:5.0f}s step {iteration} skipped {int(self.skipped)} {text}")
-        log(f"{name} done: {iteration} steps, {int(self.skipped)} skipped, " + " ".join(f"{k} {v.item():.4f}" for k, v in losses.items()))
+        log(
+            f"{name} done: {iteration} steps, {int(self.skipped)} skipped, "
+            + " ".join(f"{k} {v.item():.4f}" for k, v in losses.items())
+        )
         for p, a in zip(self.parameters, self.average, strict=True):
             p.data.copy_(a)

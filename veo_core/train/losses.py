@@ -32,7 +32,9 @@ def style_loss(features: dict[str, Tensor], target: dict[str, Tensor]) -> Tensor
 
 def _instance_normalised(x: Tensor) -> Tensor:
     x = x.float()
-    return (x - x.mean((-2, -1), keepdim=True)) / (x.std((-2, -1), keepdim=True) + 0.05 * x.std((1, 2, 3), keepdim=True) + 1e-5)
+    return (x - x.mean((-2, -1), keepdim=True)) / (
+        x.std((-2, -1), keepdim=True) + 0.05 * x.std((1, 2, 3), keepdim=True) + 1e-5
+    )
 
 
 def content_loss(features: dict[str, Tensor], target: dict[str, Tensor]) -> Tensor:
@@ -42,7 +44,9 @@ def content_loss(features: dict[str, Tensor], target: dict[str, Tensor]) -> Tens
     return torch.stack(losses).mean()
 
 
-def feature_l1(features: dict[str, Tensor], target: dict[str, Tensor], layers=("relu1_1", "relu2_1", "relu3_1")) -> Tensor:
+def feature_l1(
+    features: dict[str, Tensor], target: dict[str, Tensor], layers=("relu1_1", "relu2_1", "relu3_1")
+) -> Tensor:
     """Mean absolute feature distance, each layer relative to the target's mean magnitude."""
     losses = []
     for name in layers:

@@ -17,6 +17,7 @@ from ..errors import InputError
 from ..layers.st_norm import TemporalContext
 from ..motion.warp import warp
 from .data import StyleBank, draw, exposure_and_noise, load_bank, synthetic_clips
+from .loop import TrainingLoop
 from .losses import (
     colour_loss,
     content_loss,
@@ -28,7 +29,6 @@ from .losses import (
     style_loss,
     temporal_l1,
 )
-from .loop import TrainingLoop
 from .teachers import Magenta, load_predictor, load_vgg19
 
 # Judged on, so never trained on: the two paintings of the examples and four more of the judge's six.
@@ -56,6 +56,7 @@ STYLE_WEIGHTS = {
     "decoder": 1.0,
 }
 COHERENCE = 8.0
+SHARPNESS = 1.1
 
 
 class MiniTrainer:
@@ -155,7 +156,9 @@ class MiniTrainer:
         somewhere = torch.empty(count, device=self.device).uniform_(0.05, 1.0)
         return torch.where(torch.rand(count, device=self.device) < 0.6, torch.ones_like(somewhere), somewhere)
 
-    def _stylise(self, x: Tensor, frames: int, motion: Tensor | None = None, noisy: Tensor | None = None) -> dict[str, Tensor]:
+    def _stylise(
+        self, x: Tensor, frames: int, motion: Tensor | None = None, noisy: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """One pass of the denoiser over source frames, with everything that the losses need.
 
         A third of the clips mix the codes of two pictures; a tenth has no style and its source for target, which is
@@ -264,7 +267,9 @@ class MiniTrainer:
             losses["before"] = _warped_l1(picture, before, clips.flow, clips.visible)
             losses["anchor"] = _warped_l1(picture, anchor, clips.anchor_flow, clips.anchor_visible)
             losses["sharpness"] = _missing_sharpness(out["picture"], out["teacher"])
-            losses["total"] = losses["total"] + COHERENCE * (losses["before"] + 0.5 * losses["anchor"]) + losses["sharpness"]
+            losses["total"] = (
+                losses["total"] + COHERENCE * (losses["before"] + 0.5 * losses["anchor"]) + 2.0 * losses["sharpness"]
+            )
             return losses
 
         self._train("clips", step, self._modules(2e-4), seconds)
@@ -277,9 +282,15 @@ def _warped_l1(frames: Tensor, reference: Tensor, flow: Tensor, visible: Tensor)
 
 
 def _missing_sharpness(picture: Tensor, teacher: Tensor) -> Tensor:
-    """Squared log ratio of high-frequency energy, where ``picture`` has less of it than the teacher."""
-    own, wanted = (high_frequencies(v).square().mean((1, 2, 3)) + 1e-5 for v in (picture, teacher))
-    return (wanted / own).log().clamp(min=0).square().mean()
+    """Squared log ratio of the share of high frequencies, where ``picture`` has less of them than wanted.
+
+    The share is against the picture's variance: contrast alone does not make a picture crisp.
+    """
+
+    def share(v: Tensor) -> Tensor:
+        return (high_frequencies(v).square().mean((1, 2, 3)) + 1e-5) / (v.var((2, 3)).mean(1) + 1e-3)
+
+    return (SHARPNESS * share(teacher) / share(picture)).log().clamp(min=0).square().mean()
 
 
 STAGES = ("autoencoder", "flow", "distil", "style", "clips")
@@ -310,7 +321,9 @@ def contact_sheet(net: MiniNetwork, contents: list[Path], styles: list[Path], ou
     Image.fromarray(pixels).save(out, quality=92)
 
 
-def train(data: Path, out: Path, stages: dict[str, float], device: torch.device, resume: Path | None = None, **sizes) -> None:
+def train(
+    data: Path, out: Path, stages: dict[str, float], device: torch.device, resume: Path | None = None, **sizes
+) -> None:
     """Trains the named stages in order and writes the weights, and a contact sheet, after each.
 
     Args:

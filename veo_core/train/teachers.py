@@ -151,7 +151,11 @@ class Magenta(nn.Module):
 def load_predictor(folder: Path) -> StylePredictor:
     """Magenta's style prediction network from its ONNX file, weights in the order of the graph."""
     graph = OnnxInterpreter(folder / "predict_f32.onnx")
-    pairs = [(graph.get_buffer(graph.names[n[1]]), graph.get_buffer(graph.names[n[2]])) for op, n, *_ in graph.nodes if op == "Conv"]
+    pairs = [
+        (graph.get_buffer(graph.names[n[1]]), graph.get_buffer(graph.names[n[2]]))
+        for op, n, *_ in graph.nodes
+        if op == "Conv"
+    ]
     net = StylePredictor()
     layers = [m for m in net.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
     for layer, (weight, bias) in zip(layers, pairs, strict=True):

@@ -11,6 +11,7 @@ import av
 import numpy as np
 
 from ..errors import InputError
+from .reader import Clip
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,18 @@ class Waveform:
     rate: int
 
 
+def clip_audio(clip: Clip, duration: Fraction | None = None) -> AudioTrack | None:
+    """The audio of a clip's file over its span, or None where there is none.
+
+    Args:
+        duration: seconds that the clip's frames last, once they are known; else the clip's own limit or the file's end.
+    """
+    if not clip.info.audio:
+        return None
+    rest = (clip.info.duration or Fraction(1 << 31)) - clip.start
+    return AudioTrack(clip.path, clip.start, duration or min(rest, clip.duration or rest))
+
+
 def _origin(container: av.container.InputContainer) -> Fraction:
     """Time of the file's first picture, which audio times are counted from."""
     for video in container.streams.video:
@@ -49,12 +62,13 @@ def read_waveform(track: AudioTrack) -> Waveform:
 
     Raises InputError when the file has no audio.
     """
-    parts, rate, layout = [], 0, None
+    parts: list[np.ndarray] = []
     with av.open(track.path) as container:
         if not container.streams.audio:
             raise InputError(f"{track.path} has no audio")
         stream = container.streams.audio[0]
         begin, rate = _origin(container) + track.start, stream.codec_context.sample_rate
+        channels = stream.codec_context.channels
         wanted = round(track.duration * rate)
         resampler = av.AudioResampler(format="fltp", layout=stream.codec_context.layout, rate=rate)
         position: int | None = None
@@ -73,8 +87,6 @@ def read_waveform(track: AudioTrack) -> Waveform:
                 position += samples.shape[1]
             if position is not None and position >= wanted:
                 break
-        channels = stream.codec_context.channels
-    del layout
     return Waveform(np.concatenate(parts, axis=1) if parts else np.zeros((channels, 0), np.float32), rate)
 
 

@@ -15,7 +15,15 @@ from av.video.reformatter import Interpolation
 SWS_FLAGS = int(Interpolation.BICUBIC) | 0x40000 | 0x2000  # SWS_ACCURATE_RND, SWS_FULL_CHR_H_INT
 
 # Kr and Kb of ITU-T H.273, table 4, by matrix_coefficients.
-_LUMA = {1: (0.2126, 0.0722), 4: (0.30, 0.11), 5: (0.299, 0.114), 6: (0.299, 0.114), 7: (0.212, 0.087), 9: (0.2627, 0.0593), 10: (0.2627, 0.0593)}
+_LUMA = {
+    1: (0.2126, 0.0722),
+    4: (0.30, 0.11),
+    5: (0.299, 0.114),
+    6: (0.299, 0.114),
+    7: (0.212, 0.087),
+    9: (0.2627, 0.0593),
+    10: (0.2627, 0.0593),
+}
 BT709, BT601, UNSPECIFIED = 1, 6, 2
 PQ, HLG = 16, 18
 FULL_RANGE = 2
@@ -171,4 +179,6 @@ def tone_map(rgb: np.ndarray, tags: ColorTags, white: float = 203.0) -> np.ndarr
     mapped = np.where(top <= 1, top * knee, knee + (1 - knee) * excess / (1 + excess))
     linear = np.clip(linear * (mapped / top), 0, 1)
     # The OETF of BT.709.
-    return np.where(linear < 0.018, 4.5 * linear, 1.099 * np.power(np.maximum(linear, 1e-9), 0.45) - 0.099).astype(np.float32)
+    return np.where(linear < 0.018, 4.5 * linear, 1.099 * np.power(np.maximum(linear, 1e-9), 0.45) - 0.099).astype(
+        np.float32
+    )

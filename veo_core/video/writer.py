@@ -41,14 +41,52 @@ class _Encoder:
 
 _MP4_AUDIO = ("aac", "mp3", "ac3", "eac3", "alac")
 _ENCODERS: dict[str, _Encoder] = {
-    "h264": _Encoder("libx264", (".mp4", ".mov", ".mkv"), "yuv420p", "yuv420p10le", None, 18, {"preset": "medium"}, _MP4_AUDIO),
-    "h265": _Encoder(
-        "libx265", (".mp4", ".mov", ".mkv"), "yuv420p", "yuv420p10le", None, 22, {"preset": "medium", "x265-params": "log-level=error"}, _MP4_AUDIO
+    "h264": _Encoder(
+        "libx264", (".mp4", ".mov", ".mkv"), "yuv420p", "yuv420p10le", None, 18, {"preset": "medium"}, _MP4_AUDIO
     ),
-    "vp9": _Encoder("libvpx-vp9", (".webm", ".mkv"), "yuv420p", "yuv420p10le", "yuva420p", 30, {"b": "0", "row-mt": "1"}, ("opus", "vorbis")),
-    "av1": _Encoder("libsvtav1", (".mp4", ".webm", ".mkv"), "yuv420p", "yuv420p10le", None, 30, {"preset": "8"}, ("opus",)),
-    "prores4444": _Encoder("prores_ks", (".mov",), "yuva444p10le", "yuva444p10le", "yuva444p10le", None, {"profile": "4444", "alpha_bits": "16"}, ("pcm_s16le", "aac")),
-    "ffv1": _Encoder("ffv1", (".mkv",), "yuv444p", "yuv444p10le", "yuva444p", None, {"level": "3"}, ("flac", "aac", "opus", "pcm_s16le", "mp3")),
+    "h265": _Encoder(
+        "libx265",
+        (".mp4", ".mov", ".mkv"),
+        "yuv420p",
+        "yuv420p10le",
+        None,
+        22,
+        {"preset": "medium", "x265-params": "log-level=error"},
+        _MP4_AUDIO,
+    ),
+    "vp9": _Encoder(
+        "libvpx-vp9",
+        (".webm", ".mkv"),
+        "yuv420p",
+        "yuv420p10le",
+        "yuva420p",
+        30,
+        {"b": "0", "row-mt": "1"},
+        ("opus", "vorbis"),
+    ),
+    "av1": _Encoder(
+        "libsvtav1", (".mp4", ".webm", ".mkv"), "yuv420p", "yuv420p10le", None, 30, {"preset": "8"}, ("opus",)
+    ),
+    "prores4444": _Encoder(
+        "prores_ks",
+        (".mov",),
+        "yuva444p10le",
+        "yuva444p10le",
+        "yuva444p10le",
+        None,
+        {"profile": "4444", "alpha_bits": "16"},
+        ("pcm_s16le", "aac"),
+    ),
+    "ffv1": _Encoder(
+        "ffv1",
+        (".mkv",),
+        "yuv444p",
+        "yuv444p10le",
+        "yuva444p",
+        None,
+        {"level": "3"},
+        ("flac", "aac", "opus", "pcm_s16le", "mp3"),
+    ),
     "png": _Encoder("png", ("",), "rgb24", None, "rgba"),
     "png16": _Encoder("png", ("",), "rgb48be", None, "rgba64be"),
     "gif": _Encoder("gif", (".gif",), "pal8"),
@@ -103,7 +141,13 @@ class OutputFormat:
 class _Output:
     """A file in the making: it takes its name when it is whole, and leaves nothing behind when it fails."""
 
-    def __init__(self, path: str | Path, output: OutputFormat | None, audio: AudioTrack | Waveform | None, metadata: dict[str, str] | None):
+    def __init__(
+        self,
+        path: str | Path,
+        output: OutputFormat | None,
+        audio: AudioTrack | Waveform | None,
+        metadata: dict[str, str] | None,
+    ):
         self.path, self.output = Path(path), output or OutputFormat()
         self.audio, self.metadata = audio, metadata or {}
         self.encoder = _ENCODERS[self.output.codec]
@@ -160,7 +204,9 @@ class _Output:
             self._waveform = self.audio
         name = next(c for c in self.encoder.audio if c in _AUDIO_ENCODERS)
         rate = 48000 if name == "opus" else self._waveform.rate
-        self._audio_stream = self._container.add_stream(_AUDIO_ENCODERS[name], rate=rate, layout=_layout(self._waveform))
+        self._audio_stream = self._container.add_stream(
+            _AUDIO_ENCODERS[name], rate=rate, layout=_layout(self._waveform)
+        )
 
     def _finish(self) -> None:
         if self._audio_stream is not None and self._waveform is None:
@@ -173,7 +219,9 @@ class _Output:
 
     def _encode_audio(self) -> None:
         stream, samples = self._audio_stream, self._waveform.samples
-        resampler = av.AudioResampler(stream.codec_context.format, stream.codec_context.layout, stream.codec_context.rate)
+        resampler = av.AudioResampler(
+            stream.codec_context.format, stream.codec_context.layout, stream.codec_context.rate
+        )
         for begin in range(0, samples.shape[1], self._waveform.rate):
             piece = np.ascontiguousarray(samples[:, begin : begin + self._waveform.rate], dtype=np.float32)
             frame = av.AudioFrame.from_ndarray(piece, format="fltp", layout=_layout(self._waveform))
@@ -387,7 +435,12 @@ def _layout(waveform: Waveform) -> str:
 
 def _save_png(frame: av.VideoFrame, path: Path) -> None:
     context = av.CodecContext.create("png", "w")
-    context.width, context.height, context.pix_fmt, context.time_base = frame.width, frame.height, frame.format.name, Fraction(1)
+    context.width, context.height, context.pix_fmt, context.time_base = (
+        frame.width,
+        frame.height,
+        frame.format.name,
+        Fraction(1),
+    )
     frame.pts = 0
     path.write_bytes(b"".join(bytes(p) for p in (*context.encode(frame), *context.encode(None))))
 

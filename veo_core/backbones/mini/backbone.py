@@ -58,10 +58,14 @@ class MiniBackbone:
     multiple = FACTOR
     defaults = Defaults(steps=1, guidance=1.0, window=12, overlap=4)
 
-    def __init__(self, net: MiniNetwork, digest: str, device: torch.device):
-        self.net = net.to(device).eval().requires_grad_(False)
-        self.digest, self.device = digest, device
+    def __init__(self, net: MiniNetwork, digest: str):
+        self.net = self.module = net.eval().requires_grad_(False)
+        self.digest = digest
         self.weight_bytes = sum(v.nbytes for v in net.state_dict().values())
+
+    @property
+    def device(self) -> torch.device:
+        return self.net.mapping.null.device
 
     def encode(self, frames: Tensor) -> Tensor:
         return self.net.autoencoder.encode(frames)
@@ -70,8 +74,12 @@ class MiniBackbone:
         return self.net.autoencoder.decode(latents)
 
     def condition(self, style: Style, guidance: float, strength: float) -> MiniCondition:
-        codes = [self.net.style_code(_crops(p).to(self.device)).mean(0) * w for p, w in zip(style.pictures, style.weights, strict=True)]
-        return MiniCondition(self.net.mapping(torch.stack(codes).sum(0, keepdim=True)), guidance, strength)
+        codes = [
+            self.net.style_code(_crops(p).to(self.device)).mean(0) * w
+            for p, w in zip(style.pictures, style.weights, strict=True)
+        ]
+        vector = self.net.mapping(torch.stack(codes).sum(0, keepdim=True))
+        return MiniCondition(torch.lerp(self.net.mapping.null[None], vector, style.weight), guidance, strength)
 
     def schedule(self, steps: int, strength: float) -> FlowSchedule:
         return FlowSchedule(steps)
@@ -96,7 +104,11 @@ def _crops(picture: Tensor) -> Tensor:
     picture = F.interpolate(picture[None], size, mode="bicubic", antialias=True).clamp(0, 1)
     room = max(size) - PICTURE_SIZE
     offsets = [0, room // 2, room] if room > PICTURE_SIZE // 8 else [room // 2]
-    cut = (lambda o: picture[..., o : o + PICTURE_SIZE, :]) if size[0] > size[1] else (lambda o: picture[..., o : o + PICTURE_SIZE])
+    cut = (
+        (lambda o: picture[..., o : o + PICTURE_SIZE, :])
+        if size[0] > size[1]
+        else (lambda o: picture[..., o : o + PICTURE_SIZE])
+    )
     return torch.cat([cut(o) for o in offsets])[..., :PICTURE_SIZE, :PICTURE_SIZE]
 
 
@@ -115,10 +127,12 @@ def load(path: Path = BUNDLED, device: torch.device | str = "cpu") -> MiniBackbo
         net = MiniNetwork()
         net.load_state_dict({k: v.float() for k, v in state.items()})
     except (SafetensorError, RuntimeError) as e:
-        raise ModelError(f"{path} is damaged or of another version ({str(e).splitlines()[0]}); download it again") from e
+        raise ModelError(
+            f"{path} is damaged or of another version ({str(e).splitlines()[0]}); download it again"
+        ) from e
     if any(not v.isfinite().all() for v in net.state_dict().values()):
         raise ModelError(f"{path} holds values that are not finite; download it again")
-    return MiniBackbone(net, _digest(path, path.stat().st_mtime_ns), torch.device(device))
+    return MiniBackbone(net.to(device), _digest(path, path.stat().st_mtime_ns))
 
 
 def _kind(path: Path) -> str:

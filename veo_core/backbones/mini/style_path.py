@@ -13,7 +13,15 @@ PICTURE_SIZE = 256
 PREDICTOR_WIDTH = 100
 CODE_WIDTH = PREDICTOR_WIDTH + 9 + 2 * LATENT_CHANNELS
 
-_MOBILENET_V2 = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
+_MOBILENET_V2 = (
+    (1, 16, 1, 1),
+    (6, 24, 2, 2),
+    (6, 32, 3, 2),
+    (6, 64, 4, 2),
+    (6, 96, 3, 1),
+    (6, 160, 3, 2),
+    (6, 320, 1, 1),
+)
 
 
 class _SameConv(nn.Conv2d):
