@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import psutil
 import torch
@@ -97,28 +99,31 @@ def make_plan(
     Raises:
         BudgetError: names the smallest budget that works.
     """
-    peaks = _Peaks(backbone, flow, padded_size(size, backbone.multiple), window, guidance)
+    peaks = StagePeaks(backbone, flow, padded_size(size, backbone.multiple), window, guidance)
     device = backbone.device
     weights = backbone.weight_bytes + sum(p.nbytes for p in flow.parameters())
     budget = free_memory(device) + (weights if device.type != "cpu" else 0) if budget is None else budget
     chunks = [c for c in CHUNKS if device.type != "cpu" or c <= 4]
-    encode = next((c for c in chunks if weights + peaks.encode(c) <= budget), None)
-    decode = next((c for c in chunks if weights + peaks.decode(c) <= budget), None)
-    denoise = peaks.denoise()
+    encode = next((c for c in chunks if weights + peaks.peak("encode", c) <= budget), None)
+    decode = next((c for c in chunks if weights + peaks.peak("decode", c) <= budget), None)
+    denoise = peaks.peak("denoise")
     if encode is None or decode is None or weights + denoise > budget:
-        least = weights + max(peaks.encode(1), peaks.decode(1), denoise)
+        least = weights + max(peaks.peak("encode"), peaks.peak("decode"), denoise)
         raise BudgetError(
             f"memory budget = {_mib(budget)} is too small for {size[0]}x{size[1]} frames in windows of {window}; "
             f"the smallest that works is {_mib(-(-least // MIB) * MIB)}. Give that much, or make the frames or the window smaller."
         )
-    stages = {"encode": peaks.encode(encode), "denoise": denoise, "decode": peaks.decode(decode)}
+    stages = {"encode": peaks.peak("encode", encode), "denoise": denoise, "decode": peaks.peak("decode", decode)}
     frame = 4 * 3 * size[0] * size[1]
     host = 0 if device.type == "cpu" else frame * (3 * max(encode, decode) + 6)
     return MemoryPlan(device, budget, weights, encode, decode, stages, host)
 
 
-class _Peaks:
-    """Peaks of the stages for one model and size, each traced on fake tensors."""
+class StagePeaks:
+    """Peaks of the stages for one model and frame size, each traced on fake tensors.
+
+    ``jobs`` gives the computations themselves, so that a benchmark can run them for real.
+    """
 
     def __init__(self, backbone: Backbone, flow: FlowNet, padded: tuple[int, int], window: int, guidance: float):
         self.backbone, self.flow, self.window, self.guidance = backbone, flow, window, guidance
@@ -126,49 +131,43 @@ class _Peaks:
         self.latent = (backbone.channels, self.height // backbone.factor, self.width // backbone.factor)
         self._traced: dict[tuple[str, int], int] = {}
 
-    def _peak(self, stage: str, count: int, compute) -> int:
-        key = (stage, count)
+    def jobs(self, count: int) -> dict[str, Callable[[], object]]:
+        """The computation of each stage with ``count`` frames at once; they make their own inputs."""
+        return {"encode": partial(self._encode, count), "denoise": self._denoise, "decode": partial(self._decode, count)}
+
+    def peak(self, stage: str, count: int = 1) -> int:
+        """Bytes beyond the weights at a stage's peak."""
+        key = (stage, 0 if stage == "denoise" else count)
         if key not in self._traced:
-            self._traced[key] = traced_peak(compute)
-        return self._traced[key]
+            self._traced[key] = traced_peak(self.jobs(count)[stage])
+        return self._traced[key] + (0 if stage == "decode" else self._resident)
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, device=self.backbone.device)
 
     @property
     def _resident(self) -> int:
-        """Latents and motion of a window, and its overlap, that stay while the others are made."""
+        """Latents and motion of a window and its overlap, which stay while the others are made."""
         c, h, w = self.latent
         return 4 * (self.window + 1) * (3 * c * h * w + MOTION_CHANNELS * self.height * self.width // STRIDE**2)
 
-    def encode(self, count: int) -> int:
-        def compute():
-            frames = self._empty(count + 1, 3, self.height, self.width)
-            motion = estimate_motion(self.flow, frames[1:], frames[:-1])
-            return motion, self.backbone.encode(frames[1:])
+    def _encode(self, count: int) -> object:
+        frames = self._empty(count + 1, 3, self.height, self.width)
+        motion = estimate_motion(self.flow, frames[1:], frames[:-1])
+        return motion, self.backbone.encode(frames[1:])
 
-        return self._resident + self._peak("encode", count, compute)
-
-    def denoise(self) -> int:
+    def _denoise(self) -> object:
         frames = self.window + 1
+        x, content = self._empty(frames, *self.latent), self._empty(frames, *self.latent)
+        motion = self._empty(frames, MOTION_CHANNELS, *self.latent[1:])
+        picture = torch.zeros(3, 256, 256)
+        condition = self.backbone.condition(Style((picture,), (1.0,)), self.guidance, 1.0)
+        sites = Sites(content, motion, TemporalContext(frames=frames))
+        return self.backbone.predict(x, 1.0, condition, sites)
 
-        def compute():
-            x, content = self._empty(frames, *self.latent), self._empty(frames, *self.latent)
-            motion = self._empty(frames, MOTION_CHANNELS, *self.latent[1:])
-            picture = self._empty(3, 256, 256)
-            condition = self.backbone.condition(Style((picture,), (1.0,)), self.guidance, 1.0)
-            sites = Sites(content, motion, TemporalContext(frames=frames))
-            return self.backbone.predict(x, 1.0, condition, sites)
-
-        return self._resident + self._peak("denoise", frames, compute)
-
-    def decode(self, count: int) -> int:
-        def compute():
-            fusion = TemporalFusion()
-            decoded = self.backbone.decode(self._empty(count, *self.latent))
-            motion = self._empty(count, MOTION_CHANNELS, self.height // STRIDE, self.width // STRIDE)
-            fusion.last = self._empty(1, 3, self.height, self.width)
-            fused = torch.cat([fusion(decoded[i : i + 1], motion[i : i + 1]) for i in range(count)])
-            return fused.clamp(0, 1)
-
-        return self._peak("decode", count, compute)
+    def _decode(self, count: int) -> object:
+        fusion = TemporalFusion(self._empty(1, 3, self.height, self.width))
+        decoded = self.backbone.decode(self._empty(count, *self.latent))
+        motion = self._empty(count, MOTION_CHANNELS, self.height // STRIDE, self.width // STRIDE)
+        fused = torch.cat([fusion(decoded[i : i + 1], motion[i : i + 1]) for i in range(count)])
+        return fused.clamp(0, 1)

@@ -56,7 +56,7 @@ STYLE_WEIGHTS = {
     "decoder": 1.0,
 }
 COHERENCE = 8.0
-SHARPNESS = 1.1
+SHARPNESS = 1.35
 
 
 class MiniTrainer:
