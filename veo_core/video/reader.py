@@ -518,10 +518,10 @@ def _decode_stills(path: Path) -> Iterator[_Decoded]:
     for file in _still_files(path):
         with _open_still(file) as picture:
             for still in ImageSequence.Iterator(picture):
+                own = still.copy()
                 milliseconds = still.info.get("duration") if path.is_file() else None
                 duration = Fraction(int(milliseconds), 1000) if milliseconds else 1 / STILL_RATE
                 size = size or still.size
-                own = still.copy()
                 yield _Decoded(time, duration, partial(_convert_still, own, size), partial(_still_thumbnail, own))
                 time += duration
 
