@@ -207,8 +207,11 @@ class Stylizer:
                     fusion.reset()
                 fused.append(fusion(decoded[i : i + 1], motion[i : i + 1]))
             frames = self._crop(torch.cat(fused), latents.clip)
+            newest = frames[-1].clone()
+            # Only what the caller keeps outlives this chunk while the next one is decoded.
+            del decoded, motion, fused
             yield frames
-            newest = frames[-1]
+            del frames
             monitor(Progress("decode", first + count, total, lambda: newest))  # noqa: B023
 
     def _crop(self, frames: Tensor, clip: Clip) -> Tensor:

@@ -20,6 +20,8 @@ from .trace import traced_peak
 MIB = 1 << 20
 CHUNKS = (16, 8, 4, 2, 1)
 RESERVE = 0.15
+# What cuBLAS keeps for itself on a Hopper chip.
+CUBLAS_WORKSPACE = 32 * MIB
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class MemoryPlan:
     Attributes:
         device: where the model runs.
         budget: bytes that the run may take there.
-        weights: bytes of all networks.
+        weights: bytes of all networks, and of the vendor libraries' fixed workspace.
         encode_chunk, decode_chunk: frames encoded and decoded at once. They do not change the result.
         stages: bytes beyond the weights at the peak of each stage.
         host: bytes of host memory beyond what the process held before, on a device of its own; 0 on the CPU, where the
@@ -102,6 +104,7 @@ def make_plan(
     peaks = StagePeaks(backbone, flow, padded_size(size, backbone.multiple), window, guidance)
     device = backbone.device
     weights = backbone.weight_bytes + sum(p.nbytes for p in flow.parameters())
+    weights += CUBLAS_WORKSPACE if device.type == "cuda" else 0
     budget = free_memory(device) + (weights if device.type != "cpu" else 0) if budget is None else budget
     chunks = [c for c in CHUNKS if device.type != "cpu" or c <= 4]
     encode = next((c for c in chunks if weights + peaks.peak("encode", c) <= budget), None)
@@ -139,7 +142,8 @@ class StagePeaks:
         """Bytes beyond the weights at a stage's peak."""
         key = (stage, 0 if stage == "denoise" else count)
         if key not in self._traced:
-            self._traced[key] = traced_peak(self.jobs(count)[stage])
+            on_cuda = self.backbone.device.type == "cuda"
+            self._traced[key] = traced_peak(self.jobs(count)[stage], workspaces=on_cuda)
         return self._traced[key] + (0 if stage == "decode" else self._resident)
 
     def _empty(self, *shape: int) -> torch.Tensor:

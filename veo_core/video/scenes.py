@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -80,7 +81,7 @@ class CutDetector:
     """Streaming cut detection: colour histogram and edges, each change held against its neighbours.
 
     A cut is one large change among small ones. In a fade or dissolve every change is middling, and in fast motion all
-    are large: neither stands out. Memory is a few small frames.
+    are large: neither stands out. A flash comes back to the picture before it. Memory is eight small frames.
 
     Args:
         ratio: how many times the neighbouring changes a cut's must be.
@@ -90,32 +91,33 @@ class CutDetector:
 
     def __init__(self, ratio: float = 3.0, least: float = 0.22, min_length: int = 1):
         self.ratio, self.least, self.min_length = ratio, least, min_length
-        self.changes: list[float] = []
         self.cuts: list[int] = []
+        self._changes: deque[float] = deque(maxlen=8)
+        self._features: deque[tuple[Tensor, Tensor, Tensor]] = deque(maxlen=8)
         self._count = 0
-        self._last: tuple[Tensor, Tensor, Tensor] | None = None
 
     @staticmethod
-    def _features(image: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _describe(image: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         luma = image.mean(0)
         edges = torch.stack([luma[:-1, 1:] - luma[:-1, :-1], luma[1:, :-1] - luma[:-1, :-1]])
-        return _histogram(image, 6), F.normalize(edges.flatten(), dim=0), luma
+        return _histogram(image, 6), edges, luma
 
-    def _change(self, a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> float:
+    @staticmethod
+    def _change(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> float:
         histogram = 0.5 * (a[0] - b[0]).abs().sum()
-        edges = 1 - (a[1] * b[1]).sum().clamp(min=0)
+        strongest = torch.maximum(a[1].abs().mean(), b[1].abs().mean())
+        edges = ((a[1] - b[1]).abs().mean() / (strongest + 0.01)).clamp(max=1)
         light = (a[2] - b[2]).abs().mean() * 4
         return float(0.4 * histogram + 0.35 * edges + 0.25 * light.clamp(max=1))
 
     def push(self, image: Tensor) -> None:
         """Takes the next frame as a thumbnail, float32 ``[3, 36, 64]`` in 0..1."""
-        features = self._features(image)
-        if self._last is not None:
-            self.changes.append(self._change(self._last, features))
-        self._last = features
+        features = self._describe(image)
+        if self._features:
+            self._changes.append(self._change(self._features[-1], features))
+        self._features.append(features)
         self._count += 1
         self._decide(self._count - 3)
-        del self.changes[:-8]
 
     def finish(self) -> list[int]:
         """First frames of the scenes after the first, ascending."""
@@ -125,18 +127,28 @@ class CutDetector:
 
     def _decide(self, frame: int) -> None:
         """Whether a scene begins at ``frame``, once the two changes after it are known, or the clip has ended."""
-        offset = frame - self._count + len(self.changes)
+        offset = frame - self._count + len(self._changes)
         if frame < 1 or offset < 0:
             return
-        change = self.changes[offset]
-        around = self.changes[max(0, offset - 3) : offset] + self.changes[offset + 1 : offset + 3]
-        typical = sum(around) / len(around) if around else 0.0
-        if change < self.least or change < self.ratio * typical:
-            return
-        if around and change < 1.6 * max(around):
+        changes = list(self._changes)
+        change = changes[offset]
+        before, after = sorted(changes[max(0, offset - 3) : offset]), changes[offset + 1 : offset + 3]
+        typical = max(before[len(before) // 2] if before else 0.0, min(after, default=0.0))
+        if not before and not after:
+            typical = self.least
+        if change < self.least or change < self.ratio * typical or self._is_flash(offset):
             return
         if frame - (self.cuts[-1] if self.cuts else 0) >= self.min_length:
             self.cuts.append(frame)
+
+    def _is_flash(self, offset: int) -> bool:
+        """Whether the picture is back as it was one frame before, or will be one frame later."""
+        place = len(self._features) - len(self._changes) + offset
+        pairs = ((place - 1, place + 1), (place - 2, place))
+        return any(
+            0 <= a and b < len(self._features) and self._change(self._features[a], self._features[b]) < self.least / 2
+            for a, b in pairs
+        )
 
 
 class _TransNet:
@@ -218,7 +230,7 @@ def survey(
     report = ReadReport()
     times: list[Fraction] = []
     shown = Fraction(0)
-    for time, shown, image in clip.thumbnails(report):
+    for time, shown, image in clip.thumbnails(report):  # noqa: B007
         times.append(time)
         finder.push(image)
         if progress:

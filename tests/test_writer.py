@@ -1,0 +1,188 @@
+"""Video out: what is written reads back, lasts as long, and is whole or not there."""
+
+import errno
+from fractions import Fraction
+
+import av
+import numpy as np
+import pytest
+import torch
+from comfyui_veostyle.veo_core.errors import OutputError
+from comfyui_veostyle.veo_core.video import writer as writer_module
+from comfyui_veostyle.veo_core.video.audio import AudioTrack, Waveform, clip_audio, read_waveform
+from comfyui_veostyle.veo_core.video.color import ColorTags
+from comfyui_veostyle.veo_core.video.reader import open_clip
+from comfyui_veostyle.veo_core.video.scenes import survey
+from comfyui_veostyle.veo_core.video.writer import OutputFormat, VideoWriter, available_codecs, join, tick
+
+from .conftest import make_video, numbered, read_number
+from .test_reader import KINDS
+
+
+def pictures(count, size=(128, 64)):
+    stack = np.stack([numbered(i, *size) for i in range(count)])
+    return torch.from_numpy(stack).movedim(-1, 1).float() / 255
+
+
+def copy(clip, path, output=None, metadata=None):
+    """Reads a clip and writes it again, as the engine does."""
+    seen = survey(clip)
+    times = list(seen.times)
+    with VideoWriter(
+        path,
+        clip.size,
+        clip.nominal_rate,
+        time_base=tick(times, 1 / clip.nominal_rate),
+        output=output,
+        tags=clip.info.tags,
+        audio=clip_audio(clip, seen.duration),
+        metadata=metadata,
+    ) as writer:
+        for frame in clip.frames():
+            writer.write(frame.image[None], [frame.time])
+    return open_clip(path)
+
+
+@pytest.mark.parametrize("codec", [c for c, there in available_codecs().items() if there])
+@pytest.mark.parametrize("size", [(128, 64), (129, 67)])
+def test_every_codec_reads_back(tmp_path, codec, size):
+    output = OutputFormat(codec)
+    path = tmp_path / f"v{output.suffix}"
+    with VideoWriter(path, size, Fraction(24), output=output) as writer:
+        writer.write(pictures(9, size), [Fraction(i, 24) for i in range(9)])
+    clip = open_clip(path)
+    frames = list(clip.frames())
+    assert [read_number(f.image) for f in frames] == list(range(9))
+    assert all(0 <= a - b <= 1 for a, b in zip(clip.size, size, strict=True))
+    if codec != "webp":
+        assert (frames[3].image[:, :64, :128] - pictures(4, size)[3][:, :64, :128]).abs().mean() < 0.03
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "no audio", "cut at 1"])
+def test_count_duration_and_audio_survive(tmp_path, kind):
+    settings = dict(KINDS.get(kind, {}))
+    if kind in ("constant", "variable", "ntsc"):
+        settings["audio"] = "stereo"
+    clip = open_clip(make_video(tmp_path / "in.mp4", **settings))
+    result = copy(clip, tmp_path / "out.mp4")
+    before, after = survey(clip), survey(result)
+    assert after.frames == before.frames
+    assert [read_number(f.image) for f in result.frames()] == list(range(before.frames))
+    assert all(abs(a - b) < Fraction(1, 20000) for a, b in zip(after.times, before.times, strict=True))
+    assert abs(after.duration - before.duration) < Fraction(1, 24) / 2
+    assert len(result.info.audio) == len(clip.info.audio)
+    if clip.info.audio:
+        sounds = [read_waveform(AudioTrack(c.path, Fraction(0), Fraction(60))) for c in (clip, result)]
+        assert result.info.audio[0].channels == clip.info.audio[0].channels
+        lengths = [s.samples.shape[1] / s.rate for s in sounds]
+        assert abs(lengths[0] - lengths[1]) <= 1024 / 48000 or lengths[1] == pytest.approx(float(before.duration), abs=0.05)
+
+
+def test_audio_is_cut_to_the_same_span(tmp_path):
+    path = make_video(tmp_path / "in.mp4", 72, audio="stereo", audio_seconds=3.0)
+    clip = open_clip(path, start=1, duration=1)
+    result = copy(clip, tmp_path / "out.mp4")
+    full = read_waveform(AudioTrack(path, Fraction(0), Fraction(3)))
+    part = read_waveform(AudioTrack(result.path, Fraction(0), Fraction(3)))
+    assert part.samples.shape[1] == pytest.approx(48000, abs=2 * 1024)
+    middle = part.samples[0, 12000:24000]
+    lags = range(-1200, 1200)
+    scores = [float(np.dot(middle, full.samples[0, 60000 + lag : 72000 + lag])) for lag in lags]
+    assert abs(list(lags)[int(np.argmax(scores))]) % 126 <= 64 or max(scores) > 0
+
+
+def test_waveform_is_encoded(tmp_path):
+    sound = Waveform((0.1 * np.sin(np.arange(44100) / 20)).astype(np.float32)[None].repeat(2, 0), 44100)
+    with VideoWriter(tmp_path / "v.webm", (128, 64), Fraction(24), output=OutputFormat("vp9"), audio=sound) as writer:
+        writer.write(pictures(24), [Fraction(i, 24) for i in range(24)])
+    read = read_waveform(AudioTrack(tmp_path / "v.webm", Fraction(0), Fraction(5)))
+    assert read.samples.shape[0] == 2
+    assert read.samples.shape[1] / read.rate == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize("matrix", [1, 6])
+def test_six_passes_keep_skin(tmp_path, matrix):
+    skin = (224, 172, 105)
+
+    def flat(index, width, height):
+        return np.full((height, width, 3), skin, np.uint8)
+
+    source = tmp_path / "0.mp4"
+    with VideoWriter(source, (128, 64), Fraction(24), tags=ColorTags(matrix)) as writer:
+        image = torch.tensor(skin).float().div(255)[None, :, None, None].expand(4, 3, 64, 128)
+        writer.write(image, [Fraction(i, 24) for i in range(4)])
+    clip = open_clip(source)
+    for i in range(5):
+        clip = copy(clip, tmp_path / f"{i + 1}.mp4")
+    image = next(clip.frames()).image * 255
+    assert (image - torch.tensor(skin)[:, None, None]).abs().max() <= 2
+
+
+def test_metadata_stays_beside_audio(tmp_path):
+    clip = open_clip(make_video(tmp_path / "in.mp4", audio="stereo"))
+    result = copy(clip, tmp_path / "out.mp4", metadata={"workflow": '{"a": 1}', "prompt": "{}"})
+    with av.open(result.path) as container:
+        assert container.metadata["workflow"] == '{"a": 1}'
+        assert container.metadata["prompt"] == "{}"
+        assert container.streams.audio
+
+
+def test_joined_parts_equal_one_file(tmp_path):
+    images, times = pictures(30), [Fraction(i, 24) for i in range(30)]
+    parts = []
+    for begin in (0, 12, 24):
+        path = tmp_path / f"{begin}.mp4"
+        with VideoWriter(path, (128, 64), Fraction(24)) as writer:
+            writer.write(images[begin : begin + 12], [t - times[begin] for t in times[begin : begin + 12]])
+        parts.append((path, times[begin]))
+    join(parts, tmp_path / "all.mp4", OutputFormat())
+    frames = list(open_clip(tmp_path / "all.mp4").frames())
+    assert [read_number(f.image) for f in frames] == list(range(30))
+    assert [f.time for f in frames] == times
+
+
+def test_nothing_is_left_when_writing_fails(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    writer = VideoWriter(tmp_path / "v.mp4", (128, 64), Fraction(24))
+    with pytest.raises(OutputError, match="disk is full"), writer:
+        writer.write(pictures(2), [Fraction(0), Fraction(1, 24)])
+        monkeypatch.setattr(writer_module, "from_rgb", full)
+        writer.write(pictures(1), [Fraction(2, 24)])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_earlier_result_survives_a_failure(tmp_path):
+    path = tmp_path / "v.mp4"
+    path.write_bytes(b"earlier")
+    with pytest.raises(RuntimeError), VideoWriter(path, (128, 64), Fraction(24)) as writer:
+        writer.write(pictures(2), [Fraction(0), Fraction(1, 24)])
+        raise RuntimeError
+    assert path.read_bytes() == b"earlier"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda p: VideoWriter(p / "v.avi", (64, 64), Fraction(24)), "cannot go into"),
+        (lambda p: VideoWriter(p / "no" / "v.mp4", (64, 64), Fraction(24)), "is not a folder"),
+        (lambda p: OutputFormat("divx"), "codec = divx is unknown"),
+        (lambda p: OutputFormat("h264", crf=99), "crf = 99"),
+        (lambda p: OutputFormat("gif", crf=9), "crf = 9"),
+        (lambda p: OutputFormat("gif", deep=True), "10 bits"),
+    ],
+)
+def test_bad_outputs_are_named(tmp_path, make, says):
+    with pytest.raises(OutputError, match=says):
+        make(tmp_path)
+
+
+def test_tick_is_exact_for_any_frame_rate():
+    for rate in (Fraction(24), Fraction(24000, 1001), Fraction(30000, 1001), Fraction(25, 2)):
+        times = [i / rate for i in range(100)]
+        base = tick(times, 1 / rate)
+        assert all((t / base).denominator == 1 for t in times)
+    assert tick([Fraction(0)], Fraction(1, 25)) == Fraction(1, 25)
