@@ -310,6 +310,9 @@ class VideoWriter(_Output):
             options.pop("b", None)
         elif self.encoder.crf is not None:
             options["crf"] = str(self.output.crf if self.output.crf is not None else self.encoder.crf)
+        if self.output.codec == "h264" and min(self.size) < 144:
+            # x264's lookahead reads memory it never wrote in frames this small: no two runs give the same bits.
+            options["mbtree"] = "0"
         context.options = options
         if not av.VideoFormat(self.pixel_format).is_rgb and self.pixel_format != "pal8":
             context.colorspace, context.color_range = self.tags.matrix, 2 if self.tags.full else 1
