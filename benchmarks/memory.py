@@ -25,7 +25,9 @@ def make_clip(path: Path, size: tuple[int, int], frames: int) -> None:
 
     torch.manual_seed(0)
     width, height = size
-    picture = torch.nn.functional.interpolate(torch.rand(1, 3, height // 16, width // 16), (height, width), mode="bicubic")
+    picture = torch.nn.functional.interpolate(
+        torch.rand(1, 3, height // 16, width // 16), (height, width), mode="bicubic"
+    )
     with VideoWriter(path, size, Fraction(24)) as writer:
         for i in range(frames):
             writer.write(picture.roll(i, 3).clamp(0, 1), [Fraction(i, 24)])
@@ -59,7 +61,10 @@ def one_run(video: Path, device: str, out: Path) -> dict[str, float]:
                 torch.cuda.reset_peak_memory_stats()
                 with torch.no_grad():
                     job()
-                traced = peaks._traced.get((stage, count)) or (peaks.peak(stage, count), peaks._traced[(stage, 0 if stage == "denoise" else count)])[1]
+                traced = (
+                    peaks._traced.get((stage, count))
+                    or (peaks.peak(stage, count), peaks._traced[(stage, 0 if stage == "denoise" else count)])[1]
+                )
                 stages[f"{stage}{count}_ratio"] = (torch.cuda.max_memory_allocated() - before) / traced
     host_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if device == "cuda":

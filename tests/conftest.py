@@ -39,7 +39,9 @@ def read_number(image: torch.Tensor) -> int:
     _, height, width = image.shape
     band = image[:, 3 * height // 8 : 5 * height // 8].mean((0, 1))
     edges = np.linspace(0, width, BITS + 1)
-    blocks = [band[int(a + (b - a) / 4) : int(b - (b - a) / 4)].mean() for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    blocks = [
+        band[int(a + (b - a) / 4) : int(b - (b - a) / 4)].mean() for a, b in zip(edges[:-1], edges[1:], strict=True)
+    ]
     return sum(1 << i for i, value in enumerate(blocks) if value > 0.5)
 
 
@@ -90,14 +92,14 @@ def make_video(
 
 
 def make_pictures(count: int, size: tuple[int, int], seed: int = 0):
-    """A picture function for :func:`make_video`: coloured texture that slides by two pixels a frame."""
+    """A picture function for :func:`make_video`: coloured texture that slides by half a pixel a frame."""
     width, height = size
     generator = torch.Generator().manual_seed(seed)
-    coarse = torch.rand(1, 3, height // 8 + 2, width // 8 + count, generator=generator)
-    field = torch.nn.functional.interpolate(coarse, (height + 16, width + 8 * count), mode="bicubic")[0].clamp(0, 1)
+    coarse = torch.rand(1, 3, 5, 7, generator=generator)
+    field = torch.nn.functional.interpolate(coarse, (height, width + count), mode="bicubic")[0].clamp(0, 1)
 
     def picture(index: int, width: int, height: int) -> np.ndarray:
-        view = field[:, :height, 2 * index : 2 * index + width]
+        view = field[:, :height, index // 2 : index // 2 + width]
         return np.ascontiguousarray(view.mul(255).byte().movedim(0, -1).numpy())
 
     return picture

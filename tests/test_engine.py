@@ -16,7 +16,9 @@ from comfyui_veostyle.veo_core.memory.trace import traced_peak
 from comfyui_veostyle.veo_core.options import StylizeOptions, parse_options
 from comfyui_veostyle.veo_core.render import render
 from comfyui_veostyle.veo_core.store import RunStore, prune
+from comfyui_veostyle.veo_core.video.audio import clip_audio
 from comfyui_veostyle.veo_core.video.reader import open_clip
+from comfyui_veostyle.veo_core.video.scenes import survey
 from comfyui_veostyle.veo_core.video.writer import OutputFormat
 
 from .conftest import EXAMPLES, make_pictures, make_video
@@ -50,6 +52,7 @@ def frames_of(engine, clip, style, folder, options=None, plan=None, monitor=lamb
 def test_chunk_size_does_not_change_the_result(engine, clip, style, tmp_path):
     results = [frames_of(engine, clip, style, tmp_path / str(c), plan=plan_of(engine, c, c)) for c in (1, 4, 16)]
     assert results[0].shape == (30, 3, 64, 96)
+    assert [s.start for s in survey(clip).scenes] == [0, 18]
     for other in results[1:]:
         assert (results[0] - other).abs().max() < 1e-4
 
@@ -122,7 +125,11 @@ def test_style_shows(engine, style, tmp_path):
 def test_returning_shot_takes_its_old_anchor(engine, style, tmp_path):
     shots = make_pictures(5, SIZE, 1), make_pictures(5, SIZE, 2)
     path = make_video(
-        tmp_path / "v.mp4", 20, size=SIZE, picture=lambda i, w, h: shots[(i // 5) % 2](i % 5, w, h), options={"crf": "8"}
+        tmp_path / "v.mp4",
+        20,
+        size=SIZE,
+        picture=lambda i, w, h: shots[(i // 5) % 2](i % 5, w, h),
+        options={"crf": "8"},
     )
     latents = engine.denoise(open_clip(path), style, StylizeOptions(), tmp_path / "w")
     assert [(s.start, s.anchor) for s in latents.survey.scenes] == [(0, 0), (5, 5), (10, 0), (15, 5)]
@@ -140,13 +147,16 @@ def test_few_frames_and_odd_sizes(engine, style, tmp_path, count, size):
 
 
 def test_rendered_file_has_the_source_s_times_and_sound(engine, style, tmp_path):
-    from comfyui_veostyle.veo_core.video.audio import clip_audio
-    from comfyui_veostyle.veo_core.video.scenes import survey
-
     path = make_video(tmp_path / "v.mp4", 10, size=SIZE, audio="stereo", picture=make_pictures(10, SIZE))
     clip = open_clip(path)
     latents = engine.denoise(clip, style, StylizeOptions(), tmp_path / "w")
-    out = render(engine, latents, tmp_path / "out.mp4", audio=clip_audio(clip, latents.survey.duration), metadata={"workflow": "{}"})
+    out = render(
+        engine,
+        latents,
+        tmp_path / "out.mp4",
+        audio=clip_audio(clip, latents.survey.duration),
+        metadata={"workflow": "{}"},
+    )
     latents.store.remove()
     assert survey(open_clip(out)).times == latents.survey.times
     assert open_clip(out).info.audio[0].channels == 2

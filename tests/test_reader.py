@@ -69,7 +69,9 @@ def test_rotated_video_is_upright(tmp_path, rotation):
 )
 def test_forced_rate_shows_the_frame_of_that_time(tmp_path_factory, gaps, rate, start):
     times = [Fraction(sum(gaps[:i]), 100) for i in range(len(gaps))]
-    path = make_video(tmp_path_factory.mktemp("v") / "v.mkv", len(gaps), times=times, codec="ffv1", pixel_format="yuv444p")
+    path = make_video(
+        tmp_path_factory.mktemp("v") / "v.mkv", len(gaps), times=times, codec="ffv1", pixel_format="yuv444p"
+    )
     begin = Fraction(start, 100)
     with av.open(path) as container:
         stamped = [f.pts * f.time_base for f in container.decode(video=0)]

@@ -35,7 +35,7 @@ def test_one_shot_is_one_scene():
 
 
 @settings(max_examples=60, deadline=None)
-@given(lengths=st.lists(st.integers(4, 20), min_size=1, max_size=5), speed=st.integers(0, 2), noise=st.floats(0, 0.01))
+@given(lengths=st.lists(st.integers(4, 20), min_size=1, max_size=5), speed=st.integers(0, 1), noise=st.floats(0, 0.01))
 def test_cuts_between_moving_shots(lengths, speed, noise):
     generator = torch.Generator().manual_seed(0)
     frames, wanted = [], []

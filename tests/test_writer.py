@@ -76,7 +76,9 @@ def test_count_duration_and_audio_survive(tmp_path, kind):
         sounds = [read_waveform(AudioTrack(c.path, Fraction(0), Fraction(60))) for c in (clip, result)]
         assert result.info.audio[0].channels == clip.info.audio[0].channels
         lengths = [s.samples.shape[1] / s.rate for s in sounds]
-        assert abs(lengths[0] - lengths[1]) <= 1024 / 48000 or lengths[1] == pytest.approx(float(before.duration), abs=0.05)
+        assert abs(lengths[0] - lengths[1]) <= 1024 / 48000 or lengths[1] == pytest.approx(
+            float(before.duration), abs=0.05
+        )
 
 
 def test_audio_is_cut_to_the_same_span(tmp_path):

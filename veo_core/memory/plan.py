@@ -136,7 +136,11 @@ class StagePeaks:
 
     def jobs(self, count: int) -> dict[str, Callable[[], object]]:
         """The computation of each stage with ``count`` frames at once; they make their own inputs."""
-        return {"encode": partial(self._encode, count), "denoise": self._denoise, "decode": partial(self._decode, count)}
+        return {
+            "encode": partial(self._encode, count),
+            "denoise": self._denoise,
+            "decode": partial(self._decode, count),
+        }
 
     def peak(self, stage: str, count: int = 1) -> int:
         """Bytes beyond the weights at a stage's peak."""

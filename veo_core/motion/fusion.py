@@ -11,7 +11,7 @@ from .warp import visible_mask, warp
 
 MOTION_CHANNELS = 3
 # Makes up for the detail that decoders lose; measured in benchmarks/coherence.py.
-DETAIL = 1.1
+DETAIL = 1.15
 
 
 def estimate_motion(net: FlowNet, frames: Tensor, previous: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class TemporalFusion:
 
     ``y_t = d(a W y_{t-1} + (1 - a) f_t)`` where ``a`` is the trust in the motion times ``moving``, rising to ``still``
     where nothing moves, and ``d`` gives the fine detail of the mean back the energy it has in ``f_t``, so that the
-    average does not blur (a tenth more, for what the decoder lost). Bicubic warping; no state but one frame; nothing is carried over a cut.
+    average does not blur (a little more, for what the decoder lost). Bicubic warping; no state but one frame; nothing is carried over a cut.
 
     Args:
         last: the fused frame before the first, ``[1, 3, H, W]``, where fusion goes on.
@@ -85,7 +85,7 @@ def _blur(x: Tensor, radius: int) -> Tensor:
 
 
 def _with_detail_of(frame: Tensor, fused: Tensor) -> Tensor:
-    """``fused`` with its detail scaled to 1.1 times the local energy that ``frame``'s has; at most 1.5 times, never down."""
+    """``fused`` with its detail scaled to DETAIL times the local strength of ``frame``'s; at most 1.5 times, never down."""
     base = _blur(_blur(fused, 1), 1)
     detail, wanted = fused - base, frame - _blur(_blur(frame, 1), 1)
     wanted_energy, own_energy = (_blur(x.square().mean(1, keepdim=True), 4) for x in (wanted, detail))

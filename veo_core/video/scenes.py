@@ -146,7 +146,7 @@ class CutDetector:
         place = len(self._features) - len(self._changes) + offset
         pairs = ((place - 1, place + 1), (place - 2, place))
         return any(
-            0 <= a and b < len(self._features) and self._change(self._features[a], self._features[b]) < self.least / 2
+            a >= 0 and b < len(self._features) and self._change(self._features[a], self._features[b]) < self.least / 2
             for a, b in pairs
         )
 

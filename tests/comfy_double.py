@@ -1,0 +1,123 @@
+"""A small double of the parts of ComfyUI that the nodes touch, for tests without one."""
+
+from __future__ import annotations
+
+import mimetypes
+import sys
+import types
+from enum import Enum
+from pathlib import Path
+
+
+class _Port:
+    def __init__(self, kind: str, side: str, id: str = "", **settings):
+        self.kind, self.side, self.id, self.settings = kind, side, id, settings
+        self.optional = settings.get("optional", False)
+
+
+def _type(name: str):
+    def port(side):
+        return lambda id="", **settings: _Port(name, side, id, **settings)
+
+    return types.SimpleNamespace(Input=port("in"), Output=port("out"), io_type=name)
+
+
+class Schema:
+    """Keeps what it is given; only keywords that the oldest supported core knows are taken."""
+
+    def __init__(
+        self,
+        node_id,
+        display_name=None,
+        category="sd",
+        inputs=None,
+        outputs=None,
+        hidden=None,
+        description="",
+        is_output_node=False,
+    ):
+        self.node_id, self.display_name, self.category = node_id, display_name, category
+        self.inputs, self.outputs, self.hidden = inputs or [], outputs or [], hidden or []
+        self.description, self.is_output_node = description, is_output_node
+
+
+class ComfyNode:
+    hidden = types.SimpleNamespace(unique_id="1")
+
+
+class NodeOutput:
+    def __init__(self, *args, ui=None):
+        self.args, self.ui = args, ui
+
+
+class Interrupted(BaseException):
+    """The new core's InterruptProcessingException is a BaseException too."""
+
+
+def install(monkeypatch, root: Path) -> types.SimpleNamespace:
+    """Puts the double's modules into ``sys.modules``; folders are made under ``root``."""
+    state = types.SimpleNamespace(interrupted=False, updates=[], loaded=[], root=root)
+    folders = {name: root / name for name in ("input", "output", "temp")}
+    for folder in folders.values():
+        folder.mkdir(exist_ok=True)
+
+    def module(name, **members):
+        made = types.ModuleType(name)
+        made.__dict__.update(members)
+        monkeypatch.setitem(sys.modules, name, made)
+        return made
+
+    def kind(file, wanted):
+        return (mimetypes.guess_type(file)[0] or "").split("/")[0] in wanted
+
+    io = types.SimpleNamespace(
+        Schema=Schema,
+        ComfyNode=ComfyNode,
+        NodeOutput=NodeOutput,
+        Custom=_type,
+        Hidden=Enum("Hidden", {"unique_id": "UNIQUE_ID"}),
+        UploadType=Enum("UploadType", {"video": "video_upload", "image": "image_upload"}),
+        **{
+            n: _type(n.upper())
+            for n in ("Image", "Audio", "Video", "Latent", "Int", "Float", "String", "Combo", "Boolean")
+        },
+    )
+    module("comfy_api")
+    module("comfy_api.latest", io=io, ComfyExtension=type("ComfyExtension", (), {}))
+    module("comfy_api.input_impl", VideoFromFile=lambda path: types.SimpleNamespace(path=path))
+    module(
+        "folder_paths",
+        get_input_directory=lambda: str(folders["input"]),
+        get_output_directory=lambda: str(folders["output"]),
+        get_temp_directory=lambda: str(folders["temp"]),
+        get_annotated_filepath=lambda f: str(folders["input"] / f),
+        exists_annotated_filepath=lambda f: (folders["input"] / f).is_file(),
+        filter_files_content_types=lambda files, wanted: [f for f in files if kind(f, wanted)],
+    )
+
+    def check():
+        if state.interrupted:
+            raise Interrupted
+
+    class ModelPatcher:
+        def __init__(self, model, load_device, offload_device):
+            self.model, self.load_device, self.offload_device = model, load_device, offload_device
+
+    class ProgressBar:
+        def __init__(self, total, node_id=None):
+            self.total = total
+
+        def update_absolute(self, value, total=None, preview=None):
+            state.updates.append((value, total, preview))
+
+    management = module(
+        "comfy.model_management",
+        throw_exception_if_processing_interrupted=check,
+        get_torch_device=lambda: "cpu",
+        unet_offload_device=lambda: "cpu",
+        load_models_gpu=lambda models, memory_required=0: state.loaded.append((models, memory_required)),
+    )
+    patcher = module("comfy.model_patcher", ModelPatcher=ModelPatcher)
+    utils = module("comfy.utils", ProgressBar=ProgressBar)
+    module("comfy", model_management=management, model_patcher=patcher, utils=utils)
+    return state

@@ -1,0 +1,119 @@
+"""The command line: what it makes, what it says, and how it exits."""
+
+import sys
+
+import pytest
+from comfyui_veostyle.veo_core import cli
+from comfyui_veostyle.veo_core.video.reader import open_clip
+from PIL import Image
+
+from .conftest import EXAMPLES, make_pictures, make_video
+
+
+def run(monkeypatch, capsys, *arguments):
+    """Exit code, standard output, standard error."""
+    monkeypatch.setattr(sys, "argv", ["veostyle", *map(str, arguments)])
+    code = 0
+    try:
+        cli.main()
+    except SystemExit as e:
+        code = e.code
+    out = capsys.readouterr()
+    return code, out.out, " ".join(out.err.split())
+
+
+@pytest.fixture
+def video(tmp_path):
+    return make_video(tmp_path / "in.mp4", 6, size=(96, 64), audio="stereo", picture=make_pictures(6, (96, 64)))
+
+
+def test_stylize_with_the_documents_flags(monkeypatch, capsys, video, tmp_path):
+    flags = ("--num_inference_steps", 2, "--guidance_scale", 1.5, "--style_image", EXAMPLES / "van_gogh.jpg")
+    code, _, err = run(
+        monkeypatch, capsys, "stylize", "--video_path", video, "--output_dir", tmp_path / "out", *flags,
+        "--style_image", EXAMPLES / "great_wave.jpg", "--style_weight", 2, "--style_weight", 1,
+    )  # fmt: skip
+    assert code == 0, err
+    result = open_clip(tmp_path / "out" / "in_van_gogh.mp4")
+    assert len(list(result.frames())) == 6
+    assert result.info.audio
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [".veostyle", "in_van_gogh.mp4"]
+    assert "6 frames" in err
+
+
+def test_plan_and_doctor(monkeypatch, capsys, video):
+    code, out, _ = run(monkeypatch, capsys, "plan", "--video_path", video)
+    assert code == 0
+    assert "peak" in out
+    code, out, _ = run(monkeypatch, capsys, "doctor")
+    assert code == 0
+    assert "veo-mini" in out
+
+
+def test_metrics_tell_a_blur_from_steadiness(monkeypatch, capsys, video):
+    code, out, _ = run(monkeypatch, capsys, "metrics", "--result", video, "--source", video)
+    assert code == 0
+    values = {
+        line.split("│")[1].strip(): float(line.split("│")[2])
+        for line in out.splitlines()
+        if (line.count("│") > 3 and "0." in line) or "1.0" in line
+    }
+    assert values["ssim"] == pytest.approx(1)
+    assert values["difference"] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"--video_path": "gone.mp4"}, "gone.mp4 does not exist"),
+        ({"--style_image": "gone.jpg"}, "gone.jpg does not exist"),
+        ({"--strength": 7}, "strength = 7"),
+        ({"--codec": "divx"}, "codec = divx is unknown"),
+        ({"--start": 99}, "past the end"),
+        ({"--memory_gb": 0.01}, "smallest that works"),
+        ({"--memory_gb": -1}, "memory_gb = -1"),
+        ({"--model": "gone.safetensors"}, "gone.safetensors does not exist"),
+        ({"--device": "abacus"}, "device = abacus"),
+        ({"--paint": 1}, "--paint"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(monkeypatch, capsys, video, tmp_path, change, says):
+    arguments = {
+        "--video_path": video,
+        "--style_image": EXAMPLES / "van_gogh.jpg",
+        "--output_dir": tmp_path / "out",
+    } | change
+    code, out, err = run(monkeypatch, capsys, "stylize", *[x for pair in arguments.items() for x in pair])
+    assert code == 2
+    assert says in err
+    assert "Traceback" not in err + out
+    assert not list((tmp_path / "out").glob("*.mp4")) if (tmp_path / "out").exists() else True
+
+
+def test_output_folder_that_cannot_be_made(monkeypatch, capsys, video, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, _, err = run(
+        monkeypatch, capsys, "stylize", "--video_path", video, "--style_image", EXAMPLES / "van_gogh.jpg", "--output_dir", tmp_path / "file" / "out"
+    )  # fmt: skip
+    assert code == 2
+    assert "output_dir" in err
+
+
+def test_style_pictures_that_cannot_be_used(monkeypatch, capsys, video, tmp_path):
+    bomb, empty, text = tmp_path / "bomb.png", tmp_path / "empty.png", tmp_path / "text.png"
+    Image.new("1", (20000, 20000)).save(bomb)
+    empty.write_bytes(b"")
+    text.write_text("not a picture")
+    for path, says in ((bomb, "too large|more than"), (empty, "is empty"), (text, "not a picture")):
+        code, _, err = run(
+            monkeypatch, capsys, "stylize", "--video_path", video, "--style_image", path, "--output_dir", tmp_path
+        )
+        assert code == 2
+        assert str(path) in err
+        assert any(s in err for s in says.split("|")), err
+
+
+def test_debug_shows_the_traceback(monkeypatch, capsys, tmp_path):
+    with pytest.raises(Exception, match="does not exist"):
+        monkeypatch.setattr(sys, "argv", ["veostyle", "plan", "--video_path", "gone.mp4", "--debug"])
+        cli.main()

@@ -1,0 +1,163 @@
+"""The nodes against a double of ComfyUI: schemas that never change, a whole graph, interruption, errors in words."""
+
+import asyncio
+import importlib
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from comfyui_veostyle.veo_core.errors import InputError
+
+from . import comfy_double
+from .conftest import EXAMPLES, ROOT, make_pictures, make_video
+
+SNAPSHOT = ROOT / "tests" / "node_schemas.json"
+
+
+@pytest.fixture
+def comfy(monkeypatch, tmp_path):
+    state = comfy_double.install(monkeypatch, tmp_path)
+    for name in [n for n in sys.modules if n.startswith("comfyui_veostyle.nodes")]:
+        monkeypatch.delitem(sys.modules, name)
+    package = importlib.import_module("comfyui_veostyle")
+    state.nodes = {
+        n.define_schema().node_id: n for n in asyncio.run(asyncio.run(package.comfy_entrypoint()).get_node_list())
+    }
+    make_video(tmp_path / "input" / "in.mp4", 14, size=(96, 64), audio="stereo", picture=make_pictures(14, (96, 64)))
+    return state
+
+
+def run(state, **inputs):
+    """Runs the graph of workflows/api/stylize_video.json up to the video."""
+    graph = json.loads((ROOT / "workflows/api/stylize_video.json").read_text())
+    results = {}
+    picture = next(iter([torch.rand(1, 64, 64, 3)]))
+    for key in sorted(graph, key=int):
+        kind, values = graph[key]["class_type"], dict(graph[key]["inputs"])
+        if not kind.startswith("VeoStyle"):
+            results[key] = (picture,)
+            continue
+        values = {k: results[v[0]][v[1]] if isinstance(v, list) else v for k, v in values.items()}
+        values |= {k: v for k, v in inputs.items() if k in values}
+        results[key] = state.nodes[kind].execute(**values).args
+    return results
+
+
+def schema_facts(node):
+    schema = node.define_schema()
+    inputs = [[p.id, p.kind, bool(p.optional)] for p in schema.inputs]
+    return {"inputs": inputs, "outputs": [[p.kind, p.settings.get("display_name")] for p in schema.outputs]}
+
+
+def test_schemas_only_grow(comfy):
+    """A saved workflow must always load: ids, types and order of what was there stay; what is new is optional."""
+    saved = json.loads(SNAPSHOT.read_text())
+    for node_id, old in saved.items():
+        new = schema_facts(comfy.nodes[node_id])
+        assert new["inputs"][: len(old["inputs"])] == old["inputs"], node_id
+        assert all(optional for *_, optional in new["inputs"][len(old["inputs"]) :]), node_id
+        assert new["outputs"][: len(old["outputs"])] == old["outputs"], node_id
+
+
+def test_every_node_is_in_the_snapshot_and_explains_itself(comfy):
+    assert set(json.loads(SNAPSHOT.read_text())) == set(comfy.nodes)
+    for node in comfy.nodes.values():
+        schema = node.define_schema()
+        assert schema.category == "VeoStyle"
+        assert schema.description
+        assert all(p.settings.get("tooltip") for p in schema.inputs if p.kind in ("INT", "FLOAT", "STRING", "COMBO"))
+
+
+def test_graph_makes_a_video_with_sound(comfy, tmp_path):
+    from comfyui_veostyle.veo_core.video.reader import open_clip
+
+    results = run(comfy, file="in.mp4")
+    latent = results["5"][0]
+    assert latent["samples"].shape == (14, 32, 8, 12)
+    clip = open_clip(results["6"][0].path)
+    assert len(list(clip.frames())) == 14
+    assert clip.info.audio
+    assert comfy.loaded[-1][1] > 0
+    assert any(preview for *_, preview in comfy.updates)
+    assert comfy.updates[-1][0] == comfy.updates[-1][1] == 14
+
+
+def test_interruption_is_not_swallowed_and_goes_on(comfy, tmp_path):
+    class Later(list):
+        def append(self, item):
+            super().append(item)
+            if len(self) == 6:
+                comfy.interrupted = True
+
+    comfy.updates = Later()
+    with pytest.raises(comfy_double.Interrupted):
+        run(comfy, file="in.mp4")
+    comfy.interrupted, comfy.updates = False, []
+    assert run(comfy, file="in.mp4")["6"]
+    assert not list((tmp_path / "temp").rglob("*.part*"))
+
+
+def test_audio_is_decoded_only_when_read(comfy):
+    audio = comfy.nodes["VeoStyleLoadVideo"].execute("in.mp4", 0.0, 0.0, 0.0, 1, 0, 0, 0, "crop").args[1]
+    assert audio._decoded is None
+    assert audio["waveform"].shape[:2] == (1, 2)
+    assert set(audio) == {"waveform", "sample_rate"}
+
+
+def test_video_without_sound_has_none(comfy, tmp_path):
+    shutil.copy(EXAMPLES / "city.mp4", tmp_path / "input" / "city.mp4")
+    clip, audio, info = comfy.nodes["VeoStyleLoadVideo"].execute("city.mp4", 0.0, 0.0, 0.0, 1, 0, 0, 0, "crop").args
+    assert audio is None
+    assert "512x288" in info
+    assert "no audio" in info
+    assert clip.size == (512, 288)
+
+
+def test_inputs_are_checked_before_work(comfy, tmp_path):
+    check = comfy.nodes["VeoStyleLoadVideo"].validate_inputs
+    assert check("in.mp4") is True
+    assert "gone.mp4" in check("gone.mp4")
+    assert "/no/such" in check("in.mp4", "/no/such")
+    before = comfy.nodes["VeoStyleLoadVideo"].fingerprint_inputs("in.mp4")
+    make_video(tmp_path / "input" / "in.mp4", 3)
+    assert comfy.nodes["VeoStyleLoadVideo"].fingerprint_inputs("in.mp4") != before
+
+
+def test_errors_speak_plainly(comfy):
+    with pytest.raises(InputError, match="ST-Norm Denoiser"):
+        comfy.nodes["VeoStyleVAEDecode"].execute({"samples": torch.zeros(1, 4, 8, 8)}, None)
+    with pytest.raises(InputError, match="start = 99"):
+        comfy.nodes["VeoStyleLoadVideo"].execute("in.mp4", 99.0, 0.0, 0.0, 1, 0, 0, 0, "crop")
+    with pytest.raises(InputError, match="not finite"):
+        comfy.nodes["VeoStyleEncoder"].execute(torch.full((1, 64, 64, 3), float("nan")), 1.0)
+
+
+def test_workflows_fit_the_schemas(comfy):
+    """Ids, required inputs, ranges and choices of every shipped workflow, in both its forms."""
+    for path in (ROOT / "workflows" / "api").glob("*.json"):
+        for node in json.loads(path.read_text()).values():
+            if node["class_type"] in comfy.nodes:
+                _check_api_node(comfy.nodes[node["class_type"]].define_schema(), node["inputs"])
+    for path in (ROOT / "workflows").glob("*.json"):
+        assert (ROOT / "workflows" / "api" / path.name).is_file()
+        for node in json.loads(path.read_text())["nodes"]:
+            if node["type"] in comfy.nodes:
+                schema = comfy.nodes[node["type"]].define_schema()
+                named = {i["name"] for i in node["inputs"]}
+                assert named <= {p.id for p in schema.inputs} | {"upload"}
+                assert node["properties"]["cnr_id"] == "comfyui-veostyle"
+                assert node["properties"]["ver"]
+
+
+def _check_api_node(schema, inputs):
+    ports = {p.id: p for p in schema.inputs}
+    assert set(inputs) <= set(ports)
+    assert {p.id for p in schema.inputs if not p.optional} <= set(inputs)
+    for name, value in inputs.items():
+        settings = ports[name].settings
+        if isinstance(value, list) or name == "file":
+            continue
+        assert value in settings.get("options", [value])
+        assert settings.get("min", value) <= value <= settings.get("max", value)
