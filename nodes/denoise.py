@@ -20,7 +20,7 @@ class STNormDenoiser(io.ComfyNode):
             node_id="VeoStyleSTNormDenoiser",
             display_name="ST-Norm Denoiser (VeoStyle)",
             category=CATEGORY,
-            description="Stylises a clip's latents so that the style holds still. After an interruption or a crash it goes on where it stopped.",
+            description="Stylises a clip so that the style holds still; an interrupted run goes on where it stopped.",
             inputs=[
                 VeoModel.Input("model"),
                 VeoClip.Input("clip"),

@@ -66,7 +66,7 @@ class LoadVideo(io.ComfyNode):
                     "path",
                     default="",
                     optional=True,
-                    tooltip="Full path of a video, an animated picture or a folder of stills, in place of the file; for what is too large to upload.",
+                    tooltip="Full path of a video or a folder of stills, in place of file.",
                 ),
             ],
             outputs=[

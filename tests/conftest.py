@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from fractions import Fraction
 from pathlib import Path
@@ -39,9 +40,7 @@ def read_number(image: torch.Tensor) -> int:
     _, height, width = image.shape
     band = image[:, 3 * height // 8 : 5 * height // 8].mean((0, 1))
     edges = np.linspace(0, width, BITS + 1)
-    blocks = [
-        band[int(a + (b - a) / 4) : int(b - (b - a) / 4)].mean() for a, b in zip(edges[:-1], edges[1:], strict=True)
-    ]
+    blocks = [band[int(a + (b - a) / 4) : int(b - (b - a) / 4)].mean() for a, b in itertools.pairwise(edges)]
     return sum(1 << i for i, value in enumerate(blocks) if value > 0.5)
 
 

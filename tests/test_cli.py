@@ -93,7 +93,8 @@ def test_mistakes_are_one_line_and_exit_code_2(monkeypatch, capsys, video, tmp_p
 def test_output_folder_that_cannot_be_made(monkeypatch, capsys, video, tmp_path):
     (tmp_path / "file").write_text("")
     code, _, err = run(
-        monkeypatch, capsys, "stylize", "--video_path", video, "--style_image", EXAMPLES / "van_gogh.jpg", "--output_dir", tmp_path / "file" / "out"
+        monkeypatch, capsys, "stylize", "--video_path", video,
+        "--style_image", EXAMPLES / "van_gogh.jpg", "--output_dir", tmp_path / "file" / "out",
     )  # fmt: skip
     assert code == 2
     assert "output_dir" in err

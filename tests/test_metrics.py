@@ -1,5 +1,7 @@
 """Metrics: each says what its name says, and a blur is not taken for steadiness."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +18,7 @@ def score(frames):
     metrics = TemporalMetrics()
     none, seen = torch.zeros(1, 2, 48, 48), torch.ones(1, 1, 48, 48)
     source = torch.full((1, 3, 48, 48), 0.5)
-    for before, now in zip(frames[:-1], frames[1:], strict=True):
+    for before, now in itertools.pairwise(frames):
         metrics.add(now, before, source, source, none, seen)
     return metrics.values()
 

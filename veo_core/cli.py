@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 from rich.console import Console
@@ -262,7 +262,7 @@ def _load(model: Path | None, device: str):
 class _Bars:
     """Progress bars, one a stage: stage, frame, speed and time left. A monitor for the engine."""
 
-    TITLES = {"survey": "looking for cuts", "denoise": "stylising", "decode": "writing"}
+    TITLES: ClassVar = {"survey": "looking for cuts", "denoise": "stylising", "decode": "writing"}
 
     def __init__(self):
         self.bars = Progress(

@@ -106,7 +106,7 @@ class RunStore:
             return None
         try:
             with safe_open(path, "pt") as file:
-                return {k: file.get_tensor(k) for k in file.keys()}, file.metadata() or {}  # noqa: SIM118
+                return {k: file.get_tensor(k) for k in file.keys()}, file.metadata() or {}
         except SafetensorError as e:
             raise OutputError(f"{path} is damaged ({e}); delete {self.folder} to begin anew") from e
 

@@ -111,7 +111,7 @@ def flow_both_ways(net: FlowNet, frames: Tensor, previous: Tensor) -> tuple[Tens
         Two tensors ``[n, 2, ceil(H / 4), ceil(W / 4)]`` in pixels at that quarter scale: from each frame to its
         predecessor, and back.
     """
-    n, _, h, w = frames.shape
+    h, w = frames.shape[-2:]
     features = net.features(_pad32(torch.cat([frames, previous])))
     first, second = zip(*(f.chunk(2) for f in features), strict=True)
     ahead, behind = (

@@ -44,9 +44,9 @@ def latent_motion(motion: Tensor, size: tuple[int, int]) -> Tensor:
 class TemporalFusion:
     """Recursive fusion of each decoded frame with the fused frame before, brought to it by the motion.
 
-    ``y_t = d(a W y_{t-1} + (1 - a) f_t)`` where ``a`` is the trust in the motion times ``moving``, rising to ``still``
-    where nothing moves, and ``d`` gives the fine detail of the mean back the energy it has in ``f_t``, so that the
-    average does not blur (a little more, for what the decoder lost). Bicubic warping; no state but one frame; nothing is carried over a cut.
+    ``y_t = d(a W y_{t-1} + (1 - a) f_t)``. ``a`` is the trust in the motion times ``moving``, rising to ``still`` where
+    nothing moves. ``d`` gives the fine detail of the mean the energy back that it has in ``f_t``, and a little more for
+    what the decoder lost, so that the average does not blur. Warping is bicubic; the state is one frame.
 
     Args:
         last: the fused frame before the first, ``[1, 3, H, W]``, where fusion goes on.

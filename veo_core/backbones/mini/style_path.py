@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -99,7 +101,7 @@ class MappingNetwork(nn.Module):
         self.register_buffer("code_std", torch.ones(CODE_WIDTH))
         widths = [CODE_WIDTH] + [width] * depth
         layers: list[nn.Module] = []
-        for cin, cout in zip(widths[:-1], widths[1:], strict=True):
+        for cin, cout in itertools.pairwise(widths):
             layers += [nn.Linear(cin, cout), nn.SiLU()]
         self.body = nn.Sequential(*layers, nn.Linear(width, width))
         self.null = nn.Parameter(torch.zeros(width))
