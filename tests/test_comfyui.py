@@ -1,0 +1,154 @@
+"""The shipped workflows in a real ComfyUI: queued headless, finished, read back; interrupted, and run again.
+
+Needs COMFYUI_PATH: a ComfyUI folder with its own .venv in which the pack's requirements are installed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import av
+import pytest
+from comfyui_veostyle.veo_core.video.reader import open_clip
+
+from .conftest import EXAMPLES, ROOT
+
+pytestmark = [pytest.mark.comfyui, pytest.mark.slow]
+
+
+class Server:
+    """A ComfyUI of its own folders, with the pack cloned under a strange name."""
+
+    def __init__(self, core: Path, base: Path):
+        self.base = base
+        packs = base / "packs"
+        packs.mkdir()
+        (packs / "an-odd name").symlink_to(ROOT)
+        for name in ("input", "output", "temp", "user"):
+            (base / name).mkdir()
+        for file in EXAMPLES.iterdir():
+            shutil.copy(file, base / "input")
+        (base / "extra.yaml").write_text(f"veo:\n  custom_nodes: {packs}\n")
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            self.port = s.getsockname()[1]
+        python = next(p for p in (core / ".venv/bin/python", core / ".venv/Scripts/python.exe") if p.exists())
+        options = [f"--{k}-directory={base / k}" for k in ("input", "output", "temp", "user")]
+        options += ["--cpu", "--port", str(self.port), "--disable-auto-launch"]
+        options += ["--extra-model-paths-config", base / "extra.yaml"]
+        self.log = (base / "log").open("w")
+        self.process = subprocess.Popen(
+            [python, "main.py", *options], cwd=core, stdout=self.log, stderr=subprocess.STDOUT
+        )
+        self._wait(lambda: self.get("/system_stats"), 180)
+
+    def close(self):
+        self.process.terminate()
+        self.process.wait(30)
+        self.log.close()
+
+    def _wait(self, done, seconds):
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, (self.base / "log").read_text()[-3000:]
+            try:
+                if result := done():
+                    return result
+            except (urllib.error.URLError, ConnectionError):
+                pass
+            time.sleep(0.3)
+        raise TimeoutError((self.base / "log").read_text()[-3000:])
+
+    def get(self, path):
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as answer:
+            return json.loads(answer.read() or "null")
+
+    def post(self, path, body):
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", data, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return json.loads(answer.read() or "null")
+
+    def queue(self, graph):
+        return self.post("/prompt", {"prompt": graph})["prompt_id"]
+
+    def finished(self, prompt, seconds=400):
+        def entry():
+            found = self.get(f"/history/{prompt}").get(prompt)
+            return found if found and found.get("status", {}).get("status_str") else None
+
+        return self._wait(entry, seconds)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = Server(Path(os.environ["COMFYUI_PATH"]), tmp_path_factory.mktemp("comfyui"))
+    yield server
+    server.close()
+
+
+def graph(**changes):
+    nodes = json.loads((ROOT / "workflows/api/stylize_video.json").read_text())
+    for node in nodes.values():
+        node["inputs"].update({k: v for k, v in changes.items() if k in node["inputs"]})
+    return nodes
+
+
+def test_all_nodes_are_there(server):
+    info = server.get("/object_info")
+    saved = json.loads((ROOT / "tests/node_schemas.json").read_text())
+    assert set(saved) <= set(info)
+    for node, facts in saved.items():
+        known = [*info[node]["input"].get("required", {}), *info[node]["input"].get("optional", {})]
+        assert {name for name, *_ in facts["inputs"]} <= set(known)
+
+
+def test_workflow_makes_a_video_with_its_workflow_inside(server):
+    entry = server.finished(server.queue(graph(frame_cap=14, width=256)))
+    assert entry["status"]["status_str"] == "success", entry["status"]
+    saved = entry["outputs"]["7"]["images"][0]
+    path = server.base / "output" / saved["subfolder"] / saved["filename"]
+    clip = open_clip(path)
+    assert clip.size == (256, 144)
+    assert len(list(clip.frames())) == 14
+    with av.open(path) as container:
+        assert "VeoStyleSTNormDenoiser" in container.metadata["prompt"]
+
+
+def test_interrupted_it_stops_within_a_step_and_runs_again(server):
+    prompt = server.queue(graph(frame_cap=60, strength=0.9))
+    time.sleep(6)
+    begun = time.monotonic()
+    server.post("/interrupt", {})
+    entry = server.finished(prompt)
+    assert entry["status"]["status_str"] != "success"
+    assert time.monotonic() - begun < 10
+    assert server.finished(server.queue(graph(frame_cap=60, strength=0.9)))["status"]["status_str"] == "success"
+    assert not list((server.base / "temp").rglob("*.part*"))
+
+
+def test_second_run_takes_loader_style_and_model_from_cache(server):
+    server.finished(server.queue(graph(frame_cap=5, width=128, strength=0.8)))
+    entry = server.finished(server.queue(graph(frame_cap=5, width=128, strength=0.7)))
+    cached = next(m[1]["nodes"] for m in entry["status"]["messages"] if m[0] == "execution_cached")
+    assert {"1", "2", "3", "4"} <= set(cached)
+
+
+def test_mistakes_are_told_on_the_node(server):
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        server.queue(graph(path="/no/such/video.mp4"))
+    assert "/no/such/video.mp4" in refused.value.read().decode()
+    entry = server.finished(server.queue(graph(start=99.0)))
+    error = next(m[1] for m in entry["status"]["messages"] if m[0] == "execution_error")
+    assert "start = 99" in error["exception_message"]
+    assert error["node_type"] == "VeoStyleLoadVideo"
