@@ -6,9 +6,10 @@ from pathlib import Path
 
 import torch
 
-from ..errors import ModelError
 from .base import Backbone
 from .mini import backbone as mini
+
+__all__ = ["Backbone", "load_backbone"]
 
 
 def load_backbone(path: Path | None, device: torch.device) -> Backbone:
@@ -16,9 +17,4 @@ def load_backbone(path: Path | None, device: torch.device) -> Backbone:
 
     Raises ModelError when the file is missing, damaged or of a kind that is not known here.
     """
-    if path is None:
-        return mini.load(device=device)
-    return mini.load(path, device)
-
-
-__all__ = ["Backbone", "ModelError", "load_backbone"]
+    return mini.load(path or mini.BUNDLED, device)
