@@ -66,7 +66,7 @@ class STNormDenoiser(io.ComfyNode):
         folder = Path(folder_paths.get_output_directory()) / ".veostyle"
         prune(folder, keep=8)
         model.to_device(0)
-        plan = model.engine.plan(clip, options)
+        plan = model.engine.plan(clip, options, model.budget())
         model.to_device(max(plan.stages.values()))
         latents = model.engine.denoise(clip, style, options, folder, plan, CanvasMonitor(cls.hidden.unique_id))
         latents.store.close()

@@ -31,6 +31,15 @@ class LoadedModel:
 
         comfy.model_management.load_models_gpu(self.patchers, memory_required=memory_required)
 
+    def budget(self) -> int:
+        """Bytes that a run may take: all of the device's memory less a reserve, since ComfyUI makes room on demand."""
+        import comfy.model_management
+
+        from ..veo_core.memory.plan import RESERVE
+
+        device = comfy.model_management.get_torch_device()
+        return int(comfy.model_management.get_total_memory(device) * (1 - RESERVE))
+
 
 class LazyAudio(Mapping):
     """ComfyUI's AUDIO, decoded when first read: ``waveform`` float32 ``[1, channels, n]`` and ``sample_rate``."""

@@ -90,8 +90,9 @@ class LoadVideo(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, file, path="", **settings):
-        status = os.stat(_located(file, path))
-        return f"{status.st_mtime_ns}:{status.st_size}"
+        from ..veo_core.engine import source_identity
+
+        return str(source_identity(_located(file, path)))
 
     @classmethod
     def execute(

@@ -38,7 +38,7 @@ def clip(tmp_path):
 
 def plan_of(engine: Stylizer, encode: int, decode: int) -> MemoryPlan:
     stages = {"encode": 1, "denoise": 1, "decode": 1}
-    return MemoryPlan(engine.backbone.device, 1 << 40, 1, encode, decode, stages, 0)
+    return MemoryPlan(engine.backbone.device, 1 << 40, 1, encode, decode, stages, 0, 0)
 
 
 def frames_of(engine, clip, style, folder, options=None, plan=None, monitor=lambda p: None):
@@ -154,7 +154,7 @@ def test_rendered_file_has_the_source_s_times_and_sound(engine, style, tmp_path)
         engine,
         latents,
         tmp_path / "out.mp4",
-        audio=clip_audio(clip, latents.survey.duration),
+        audio=clip_audio(clip),
         metadata={"workflow": "{}"},
     )
     latents.store.remove()

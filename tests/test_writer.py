@@ -9,7 +9,7 @@ import pytest
 import torch
 from comfyui_veostyle.veo_core.errors import OutputError
 from comfyui_veostyle.veo_core.video import writer as writer_module
-from comfyui_veostyle.veo_core.video.audio import AudioTrack, Waveform, clip_audio, read_waveform
+from comfyui_veostyle.veo_core.video.audio import AudioTrack, Waveform, clip_audio, cut_to, read_waveform
 from comfyui_veostyle.veo_core.video.color import ColorTags
 from comfyui_veostyle.veo_core.video.reader import open_clip
 from comfyui_veostyle.veo_core.video.scenes import survey
@@ -35,7 +35,7 @@ def copy(clip, path, output=None, metadata=None):
         time_base=tick(times, 1 / clip.nominal_rate),
         output=output,
         tags=clip.info.tags,
-        audio=clip_audio(clip, seen.duration),
+        audio=cut_to(clip_audio(clip), seen.duration),
         metadata=metadata,
     ) as writer:
         for frame in clip.frames():
@@ -174,7 +174,7 @@ def test_an_earlier_result_survives_a_failure(tmp_path):
         (lambda p: OutputFormat("divx"), "codec = divx is unknown"),
         (lambda p: OutputFormat("h264", crf=99), "crf = 99"),
         (lambda p: OutputFormat("gif", crf=9), "crf = 9"),
-        (lambda p: OutputFormat("gif", deep=True), "10 bits"),
+        (lambda p: OutputFormat("gif", deep=True), "10-bit"),
     ],
 )
 def test_bad_outputs_are_named(tmp_path, make, says):

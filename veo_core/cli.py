@@ -131,8 +131,7 @@ def stylize(
     with _Bars() as bars:
         latents = engine.denoise(clip, style, options, output_dir / ".veostyle", plan, bars)
         try:
-            sound = clip_audio(clip, latents.survey.duration) if audio else None
-            render(engine, latents, path, output, audio=sound, monitor=bars)
+            render(engine, latents, path, output, audio=clip_audio(clip) if audio else None, monitor=bars)
         except BaseException:
             latents.store.close()
             raise
@@ -230,7 +229,7 @@ def _bytes(gigabytes: float | None) -> int | None:
 
     if gigabytes is None:
         return None
-    if not gigabytes > 0:
+    if not 0 < gigabytes < 1e6:
         raise InputError(f"memory_gb = {gigabytes:g} is out of range; give a number above 0, or leave it out")
     return int(gigabytes * 1e9)
 
@@ -301,7 +300,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     debug = "--debug" in sys.argv
     try:
-        app(standalone_mode=False)
+        # Typer turns Ctrl-C into an exit code of its own.
+        if code := app(standalone_mode=False):
+            err.print("interrupted; run the same command again to go on" if code == 130 else f"exit code {code}")
+            sys.exit(code)
     except VeoError as e:
         if debug:
             raise

@@ -82,7 +82,9 @@ def latents_of(latent: dict[str, Any]) -> StylizedLatents:
     if not isinstance(stylised, StylizedLatents):
         raise InputError("latent was not made by the ST-Norm Denoiser (VeoStyle); connect that node's output")
     if not (stylised.store.folder / "manifest.json").is_file():
-        raise InputError(f"latent: its files in {stylised.store.folder} are gone; run the ST-Norm Denoiser again")
+        raise InputError(
+            f"latent: its files in {stylised.store.folder} are gone; change an input of the ST-Norm Denoiser, such as its seed, so that it runs again"
+        )
     return stylised
 
 

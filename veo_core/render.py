@@ -10,7 +10,7 @@ import torch
 
 from .engine import Monitor, Progress, StylizedLatents, Stylizer, ignore
 from .motion.fusion import TemporalFusion
-from .video.audio import AudioTrack, Waveform
+from .video.audio import AudioTrack, Waveform, cut_to
 from .video.writer import OutputFormat, VideoWriter, check_writable, join, tick
 
 SEGMENT = 48
@@ -34,7 +34,7 @@ def render(
 
     Args:
         path: of the video.
-        audio: what goes beside the pictures.
+        audio: what goes beside the pictures, cut to their length.
         metadata: text tags, such as a workflow.
 
     Returns:
@@ -46,6 +46,7 @@ def render(
     output = output or OutputFormat()
     check_writable(path, output)
     clip, times = latents.clip, latents.survey.times
+    audio = cut_to(audio, latents.survey.duration)
     settings = {
         "size": clip.size,
         "rate": clip.nominal_rate,
@@ -90,4 +91,5 @@ def _segments(
                 writer.write(frames, [t - origin for t in times[done : done + len(frames)]])
                 done += len(frames)
             store.save_state(f"{name}-fused-{end:08d}", {"frame": fusion.last})
+        store.drop_state(f"{name}-fused-{begin:08d}")
     return parts

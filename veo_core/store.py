@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -48,11 +49,12 @@ class RunStore:
             raise OutputError(f"{folder} cannot be written ({e.strerror}); choose another output folder") from e
         try:
             self.resumed = self._matches()
+            os.utime(folder)
             if not self.resumed:
                 self._begin()
         except OSError as e:
             self.close()
-            raise OutputError(f"{folder} cannot be written ({e.strerror}); free space or choose another folder") from e
+            raise self._failure(e) from e
 
     def _matches(self) -> bool:
         try:
@@ -66,8 +68,16 @@ class RunStore:
         self.folder.mkdir()
         for name, shape in self.shapes.items():
             with (self.folder / f"{name}.f32").open("wb") as file:
-                file.truncate(4 * int(np.prod(shape, dtype=np.int64)))
+                _reserve(file, 4 * int(np.prod(shape, dtype=np.int64)))
         _replace_text(self.folder / "manifest.json", json.dumps(self.manifest, indent=1))
+
+    def _failure(self, error: Exception) -> OutputError:
+        reason = getattr(error, "strerror", None) or str(error)
+        size = sum(4 * int(np.prod(shape, dtype=np.int64)) for shape in self.shapes.values())
+        return OutputError(
+            f"{self.folder} cannot be written ({reason}); the run keeps {size / 1e6:,.0f} MB there: "
+            "free space, choose another folder, or make the frames smaller"
+        )
 
     def _slice(self, name: str, first: int, count: int, mode: str) -> np.memmap:
         shape = self.shapes[name]
@@ -96,8 +106,16 @@ class RunStore:
         """Replaces a small named state in one step; what was written before is on disk by then."""
         tensors = {k: v.detach().float().cpu().contiguous() for k, v in tensors.items()}
         part = self.folder / f"{name}.part"
-        save_file(tensors, part, {k: str(v) for k, v in facts.items()})
-        os.replace(part, self.folder / f"{name}.safetensors")
+        try:
+            save_file(tensors, part, {k: str(v) for k, v in facts.items()})
+            os.replace(part, self.folder / f"{name}.safetensors")
+        except (OSError, SafetensorError) as e:
+            part.unlink(missing_ok=True)
+            raise self._failure(e) from e
+
+    def drop_state(self, name: str) -> None:
+        """Forgets a named state."""
+        (self.folder / f"{name}.safetensors").unlink(missing_ok=True)
 
     def load_state(self, name: str) -> tuple[dict[str, Tensor], dict[str, str]] | None:
         """The named state and its facts, or None before the first."""
@@ -119,6 +137,16 @@ class RunStore:
         shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.release()
         Path(self._lock.lock_file).unlink(missing_ok=True)
+
+
+def _reserve(file: BinaryIO, size: int) -> None:
+    """Takes the whole space now: writing to a mapped file on a full disk would end the process without a word."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, size)
+    elif shutil.disk_usage(Path(file.name).parent).free < size:
+        raise OSError(errno.ENOSPC, "no space left on the disk")
+    else:
+        file.truncate(size)
 
 
 def _replace_text(path: Path, text: str) -> None:

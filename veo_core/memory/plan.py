@@ -36,6 +36,7 @@ class MemoryPlan:
         stages: bytes beyond the weights at the peak of each stage.
         host: bytes of host memory beyond what the process held before, on a device of its own; 0 on the CPU, where the
             stages are host memory.
+        disk: bytes that each frame takes in the run's folder while it lasts.
     """
 
     device: torch.device
@@ -45,6 +46,7 @@ class MemoryPlan:
     decode_chunk: int
     stages: dict[str, int]
     host: int
+    disk: int
 
     @property
     def peak(self) -> int:
@@ -59,6 +61,7 @@ class MemoryPlan:
         ]
         lines += [f"  {stage} {_mib(size)}" for stage, size in self.stages.items()]
         lines.append(f"  encodes {self.encode_chunk} and decodes {self.decode_chunk} frames at once")
+        lines.append(f"  disk {self.disk / MIB:.1f} MiB a frame while it runs")
         if self.host:
             lines.append(f"  host memory {_mib(self.host)}")
         return "\n".join(lines)
@@ -70,7 +73,7 @@ def _mib(size: int) -> str:
 
 def padded_size(size: tuple[int, int], multiple: int) -> tuple[int, int]:
     """Width and height rounded up to what a model can take."""
-    return size[0] + -size[0] % multiple, size[1] + -size[1] % multiple
+    return tuple(side + -side % multiple for side in size)
 
 
 def free_memory(device: torch.device) -> int:
@@ -119,7 +122,7 @@ def make_plan(
     stages = {"encode": peaks.peak("encode", encode), "denoise": denoise, "decode": peaks.peak("decode", decode)}
     frame = 4 * 3 * size[0] * size[1]
     host = 0 if device.type == "cpu" else frame * (3 * max(encode, decode) + 6)
-    return MemoryPlan(device, budget, weights, encode, decode, stages, host)
+    return MemoryPlan(device, budget, weights, encode, decode, stages, host, peaks.disk)
 
 
 class StagePeaks:
@@ -150,6 +153,12 @@ class StagePeaks:
             self._traced[key] = traced_peak(self.jobs(count)[stage], workspaces=on_cuda)
         return self._traced[key] + (0 if stage == "decode" else self._resident)
 
+    @property
+    def disk(self) -> int:
+        """Bytes of one frame's latents and motion in the store."""
+        c, h, w = self.latent
+        return 4 * (c * h * w + MOTION_CHANNELS * self.height * self.width // STRIDE**2)
+
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, device=self.backbone.device)
 
@@ -157,7 +166,7 @@ class StagePeaks:
     def _resident(self) -> int:
         """Latents and motion of a window and its overlap, which stay while the others are made."""
         c, h, w = self.latent
-        return 4 * (self.window + 1) * (3 * c * h * w + MOTION_CHANNELS * self.height * self.width // STRIDE**2)
+        return (self.window + 1) * (self.disk + 4 * 2 * c * h * w)
 
     def _encode(self, count: int) -> object:
         frames = self._empty(count + 1, 3, self.height, self.width)

@@ -60,7 +60,8 @@ def denoise_window(
     """
     n, shape = len(content), tuple(content.shape[1:])
     content = torch.cat([anchor, content])
-    motion = torch.cat([torch.zeros_like(motion[:1]), motion])
+    # In the batch the anchor stands before the window's first frame; no motion leads from one to the other.
+    motion = torch.cat([torch.zeros_like(motion[:1]).expand(2, -1, -1, -1), motion[1:]])
     handed: dict[str, Tensor] = {}
     frames = [window.scene.anchor, *range(window.start, window.end)]
 

@@ -55,7 +55,7 @@ def style_from_tensors(pictures: list[Tensor], weights: list[float] | None = Non
     if not pictures:
         raise InputError("no style picture was given; give at least one")
     weights = [1.0] * len(pictures) if weights is None else list(weights)
-    if len(weights) != len(pictures) or min(weights) < 0 or sum(weights) <= 0:
+    if len(weights) != len(pictures) or min(weights) < 0 or not 0 < sum(weights) < float("inf"):
         raise InputError(
             f"style weights = {weights} do not fit {len(pictures)} pictures; give one each, none negative, not all 0"
         )

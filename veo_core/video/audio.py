@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -20,13 +21,15 @@ class AudioTrack:
 
     Attributes:
         path: the file.
-        start: seconds after the first picture of the file's video.
+        start: seconds after the first picture.
         duration: seconds to take; shorter where the stream ends earlier.
+        origin: time stamp of the first picture in the file, seconds.
     """
 
     path: Path
     start: Fraction
     duration: Fraction
+    origin: Fraction = Fraction(0)
 
 
 @dataclass(frozen=True)
@@ -37,60 +40,85 @@ class Waveform:
     rate: int
 
 
-def clip_audio(clip: Clip, duration: Fraction | None = None) -> AudioTrack | None:
+def clip_audio(clip: Clip) -> AudioTrack | None:
     """The audio of a clip's file over its span, or None where there is none.
 
-    Args:
-        duration: seconds that the clip's frames last, once they are known; else the clip's own limit or the file's end.
+    How long the clip's frames last is known only once they are read: see :func:`cut_to`.
     """
     if not clip.info.audio:
         return None
     rest = (clip.info.duration or Fraction(1 << 31)) - clip.start
-    return AudioTrack(clip.path, clip.start, duration or min(rest, clip.duration or rest))
+    return AudioTrack(clip.path, clip.start, min(rest, clip.duration or rest), clip.info.origin)
 
 
-def _origin(container: av.container.InputContainer) -> Fraction:
-    """Time of the file's first picture, which audio times are counted from."""
-    for video in container.streams.video:
-        if video.start_time is not None:
-            return video.start_time * video.time_base
-    return Fraction(0)
+def cut_to(audio: AudioTrack | Waveform | None, duration: Fraction) -> AudioTrack | Waveform | None:
+    """Audio that lasts no longer than the pictures."""
+    if isinstance(audio, AudioTrack):
+        return replace(audio, duration=min(audio.duration, duration))
+    if isinstance(audio, Waveform):
+        return Waveform(audio.samples[:, : round(duration * audio.rate)], audio.rate)
+    return None
 
 
-def read_waveform(track: AudioTrack) -> Waveform:
-    """Decodes a span, sample-exact: silence stands in for samples missing before the stream's first.
+@dataclass
+class AudioPieces:
+    """Audio as it is decoded: ``rate`` in Hz, channel count, and float32 ``[channels, n]`` pieces in order."""
+
+    rate: int
+    channels: int
+    pieces: Iterator[np.ndarray]
+
+
+@contextmanager
+def open_audio(audio: AudioTrack | Waveform) -> Iterator[AudioPieces]:
+    """Audio piece by piece, sample-exact: silence stands in for samples missing before a stream's first.
 
     Raises InputError when the file has no audio.
     """
-    parts: list[np.ndarray] = []
-    with av.open(track.path) as container:
+    if isinstance(audio, Waveform):
+        begins = range(0, audio.samples.shape[1], audio.rate)
+        pieces = (np.ascontiguousarray(audio.samples[:, b : b + audio.rate], dtype=np.float32) for b in begins)
+        yield AudioPieces(audio.rate, audio.samples.shape[0], pieces)
+        return
+    with av.open(audio.path, metadata_errors="ignore") as container:
         if not container.streams.audio:
-            raise InputError(f"{track.path} has no audio")
-        stream = container.streams.audio[0]
-        begin, rate = _origin(container) + track.start, stream.codec_context.sample_rate
-        channels = stream.codec_context.channels
-        wanted = round(track.duration * rate)
-        resampler = av.AudioResampler(format="fltp", layout=stream.codec_context.layout, rate=rate)
-        position: int | None = None
-        for frame in _decoded(container, stream):
-            at = round((frame.pts * frame.time_base - begin) * rate) if frame.pts is not None else (position or 0)
-            for out in resampler.resample(frame):
-                samples = out.to_ndarray()
-                if position is None:
-                    position = at
-                    if position > 0:
-                        parts.append(np.zeros((samples.shape[0], min(position, wanted)), np.float32))
-                first = max(0, -position)
-                last = min(samples.shape[1], wanted - position)
-                if last > first:
-                    parts.append(samples[:, first:last])
-                position += samples.shape[1]
-            if position is not None and position >= wanted:
-                break
-    return Waveform(np.concatenate(parts, axis=1) if parts else np.zeros((channels, 0), np.float32), rate)
+            raise InputError(f"{audio.path} has no audio")
+        context = container.streams.audio[0].codec_context
+        yield AudioPieces(context.sample_rate, context.channels, _pieces(container, audio))
 
 
-def _decoded(container, stream) -> Iterator[av.AudioFrame]:
+def _pieces(container: av.container.InputContainer, track: AudioTrack) -> Iterator[np.ndarray]:
+    stream = container.streams.audio[0]
+    rate, begin = stream.codec_context.sample_rate, track.origin + track.start
+    wanted = round(track.duration * rate)
+    resampler = av.AudioResampler(format="fltp", layout=stream.codec_context.layout, rate=rate)
+    position: int | None = None
+    for frame in _decoded(container, stream):
+        at = round((frame.pts * frame.time_base - begin) * rate) if frame.pts is not None else (position or 0)
+        for out in resampler.resample(frame):
+            samples = out.to_ndarray()
+            if position is None:
+                position = at
+                if position > 0:
+                    yield np.zeros((samples.shape[0], min(position, wanted)), np.float32)
+            first, last = max(0, -position), min(samples.shape[1], wanted - position)
+            if last > first:
+                yield np.ascontiguousarray(samples[:, first:last])
+            position += samples.shape[1]
+        if position is not None and position >= wanted:
+            return
+
+
+def read_waveform(audio: AudioTrack | Waveform) -> Waveform:
+    """All of a span in memory. Raises InputError when the file has no audio."""
+    with open_audio(audio) as opened:
+        parts = list(opened.pieces)
+        return Waveform(
+            np.concatenate(parts, axis=1) if parts else np.zeros((opened.channels, 0), np.float32), opened.rate
+        )
+
+
+def _decoded(container: av.container.InputContainer, stream) -> Iterator[av.AudioFrame]:
     for packet in container.demux(stream):
         try:
             yield from packet.decode()
@@ -100,21 +128,19 @@ def _decoded(container, stream) -> Iterator[av.AudioFrame]:
 
 def copied_packets(track: AudioTrack, out_stream) -> Iterator[av.Packet]:
     """Packets of a span, moved to begin at zero, for a stream of the same codec."""
-    with av.open(track.path) as container:
+    with av.open(track.path, metadata_errors="ignore") as container:
         stream = container.streams.audio[0]
-        begin = _origin(container) + track.start
+        begin = track.origin + track.start
         base = stream.time_base
         for packet in container.demux(stream):
             if packet.pts is None:
                 continue
-            time = packet.pts * base - begin
-            length = (packet.duration or 0) * base
-            if time + length / 2 < 0:
+            middle = packet.pts * base - begin + (packet.duration or 0) * base / 2
+            if middle < 0:
                 continue
-            if time + length / 2 > track.duration:
+            if middle > track.duration:
                 return
-            shift = round(begin / base)
-            packet.pts = max(0, packet.pts - shift)
+            packet.pts = max(0, packet.pts - round(begin / base))
             packet.dts = packet.pts
             packet.stream = out_stream
             yield packet

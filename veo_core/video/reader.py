@@ -26,8 +26,10 @@ log = logging.getLogger(__name__)
 
 STILL_RATE = Fraction(24)
 STILL_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp"})
-MAX_SIDE = 16384
+MIN_SIDE, MAX_SIDE = 16, 16384
 THUMBNAIL = (36, 64)
+# Containers round time stamps to a millisecond.
+SAME_TIME = Fraction(1, 1000)
 Fit = Literal["stretch", "crop", "pad"]
 
 
@@ -53,6 +55,7 @@ class VideoInfo:
         bits: per component. alpha: whether there is transparency.
         rotation: degrees clockwise to turn the coded picture; mirrored: flipped left to right after that.
         pixel_aspect: width over height of one coded pixel.
+        origin: time stamp of the first picture in the file, seconds.
         notices: what a person should know, such as tone mapping or interlacing.
     """
 
@@ -69,6 +72,7 @@ class VideoInfo:
     pixel_aspect: Fraction = Fraction(1)
     interlaced: bool = False
     video_streams: int = 1
+    origin: Fraction = Fraction(0)
     audio: tuple[AudioInfo, ...] = ()
     notices: tuple[str, ...] = ()
 
@@ -102,10 +106,11 @@ class _Decoded:
 
 @dataclass
 class ReadReport:
-    """What went wrong while a clip was read: undecodable packets, and whether the file ends early."""
+    """What went wrong while a clip was read: undecodable packets, an early end, times that jump back."""
 
     corrupt_packets: int = 0
     truncated: bool = False
+    jumps: int = 0
 
     @property
     def notices(self) -> list[str]:
@@ -114,6 +119,8 @@ class ReadReport:
             out.append(f"{self.corrupt_packets} corrupt packets were skipped; the other frames keep their times")
         if self.truncated:
             out.append("the file ends early; what is there was used")
+        if self.jumps:
+            out.append(f"time stamps jump back {self.jumps} times; the frames after a jump follow those before it")
         return out
 
 
@@ -230,11 +237,20 @@ def _scale(image: Tensor, width: int, height: int) -> Tensor:
 
 
 def _between(source: Iterator[_Decoded], start: Fraction, end: Fraction | None) -> Iterator[tuple[Fraction, _Decoded]]:
+    """Frames from ``start`` on; the one on show at ``start`` begins there."""
+    on_show: _Decoded | None = None
     for frame in source:
         if end is not None and frame.time >= end:
-            return
-        if frame.time >= start:
-            yield frame.time, frame
+            break
+        if frame.time < start - SAME_TIME:
+            on_show = frame
+            continue
+        if on_show is not None and frame.time > start + SAME_TIME:
+            yield start, on_show
+        on_show = None
+        yield frame.time, frame
+    if on_show is not None and on_show.time + on_show.duration > start:
+        yield start, on_show
 
 
 def _at_rate(
@@ -288,24 +304,27 @@ def open_clip(
         ("duration", duration, 0),
         ("rate", rate, 0),
         ("every_nth", every_nth, 1),
+        ("max_frames", max_frames, 0),
     ):
-        if value is not None and value < low:
+        if value is not None and not low <= value < float("inf"):
             raise InputError(f"{name} = {value} is out of range; give {low} or more")
     for name, value in (("width", width), ("height", height)):
-        if value and not 16 <= value <= MAX_SIDE:
-            raise InputError(f"{name} = {value} is out of range; give 16 to {MAX_SIDE} pixels, or 0 for the source's")
+        if value and not MIN_SIDE <= value <= MAX_SIDE:
+            raise InputError(
+                f"{name} = {value} is out of range; give {MIN_SIDE} to {MAX_SIDE} pixels, or 0 for the source's"
+            )
     info = probe(path, stream)
-    start = _fraction(start)
+    start = Fraction(start).limit_denominator(100_000)
     if info.duration is not None and start >= info.duration > 0:
         raise InputError(
             f"{path}: start = {float(start):g} s is past the end; the video is {float(info.duration):.3f} s long. Lower start."
         )
-    return Clip(
+    clip = Clip(
         path,
         info,
         start,
-        _fraction(duration) if duration else None,
-        _fraction(rate) if rate else None,
+        Fraction(duration).limit_denominator(100_000) if duration else None,
+        _rate(rate) if rate else None,
         every_nth,
         max_frames or None,
         width or None,
@@ -313,16 +332,22 @@ def open_clip(
         fit,
         stream,
     )
+    if min(clip.size) < MIN_SIDE or max(clip.size) > MAX_SIDE:
+        given = " and ".join(f"{n} = {v}" for n, v in (("width", width), ("height", height)) if v) or "its own size"
+        raise InputError(
+            f"{path}: with {given}, frames are {clip.size[0]}x{clip.size[1]}; each side must be {MIN_SIDE} to {MAX_SIDE} pixels"
+        )
+    return clip
 
 
-def _fraction(value: float | Fraction) -> Fraction:
+def _rate(value: float | Fraction) -> Fraction:
     """Exact for fractions; a float is read as the nearby ratio that was meant: 29.97 is 30000/1001."""
     if isinstance(value, Fraction):
         return value
     for base in (24, 30, 48, 60, 120):
         if abs(value - base / 1.001) < 0.003:
             return Fraction(base * 1000, 1001)
-    return Fraction(value).limit_denominator(100000)
+    return Fraction(value).limit_denominator(100_000)
 
 
 def probe(path: Path, stream: int = 0) -> VideoInfo:
@@ -399,6 +424,7 @@ def _probe_container(path: Path, container: av.container.InputContainer, stream:
         aspect,
         bool(frame.interlaced_frame),
         len(videos),
+        (frame.pts or 0) * (frame.time_base or video.time_base),
         audio,
         tuple(notices),
     )
@@ -455,6 +481,10 @@ def _decode(path: Path, stream: int, report: ReadReport) -> Iterator[_Decoded]:
             time = frame.pts * base if frame.pts is not None else (begin or 0) + previous + interval
             begin = time if begin is None else begin
             time -= begin
+            if time <= previous - 1:
+                begin += time - previous - interval
+                time = previous + interval
+                report.jumps += 1
             if time <= previous:
                 continue
             previous = time
@@ -521,7 +551,7 @@ def _decode_stills(path: Path) -> Iterator[_Decoded]:
                 own = still.copy()
                 milliseconds = still.info.get("duration") if path.is_file() else None
                 duration = Fraction(int(milliseconds), 1000) if milliseconds else 1 / STILL_RATE
-                size = size or still.size
+                size = size or ImageOps.exif_transpose(own).size
                 yield _Decoded(time, duration, partial(_convert_still, own, size), partial(_still_thumbnail, own))
                 time += duration
 
@@ -540,7 +570,11 @@ def _open_still(file: Path) -> Image.Image:
 def _convert_still(still: Image.Image, size: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
     still = ImageOps.exif_transpose(still)
     transparent = still.has_transparency_data
-    pixels = np.array(still.convert("RGBA" if transparent else "RGB"), dtype=np.float32) / 255
+    if still.mode.startswith("I"):
+        # Pillow would clip 16-bit grey at 255.
+        pixels = np.repeat(np.array(still, dtype=np.float32)[..., None] / 65535, 3, axis=2).clip(0, 1)
+    else:
+        pixels = np.array(still.convert("RGBA" if transparent else "RGB"), dtype=np.float32) / 255
     image = torch.from_numpy(pixels).movedim(-1, 0)
     image = _scale(image, *size) if still.size != size else image.contiguous()
     return image[:3], image[3:] if transparent else None

@@ -240,6 +240,8 @@ def survey(
     ends = {}
     if cuts:
         for index, (_, _, image) in enumerate(clip.thumbnails(ReadReport())):
+            if progress:
+                progress(len(times))
             if index in edges:
                 ends[index] = describe(image)
     scenes = _scenes(cuts, len(times), ends, similarity)

@@ -6,8 +6,9 @@ import contextlib
 import errno
 import math
 import os
+import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -19,7 +20,7 @@ import numpy as np
 from torch import Tensor
 
 from ..errors import OutputError
-from .audio import AudioTrack, Waveform, copied_packets, read_waveform
+from .audio import AudioPieces, AudioTrack, Waveform, copied_packets, open_audio
 from .color import BT601, BT709, ColorTags, from_rgb
 
 Codec = Literal["h264", "h265", "vp9", "av1", "prores4444", "ffv1", "png", "png16", "gif", "webp"]
@@ -120,7 +121,13 @@ class OutputFormat:
             allowed = f"give 0 to {top}" if top else f"{self.codec} has none; leave it out"
             raise OutputError(f"crf = {self.crf} cannot be used with {self.codec}; {allowed}")
         if self.deep and _ENCODERS[self.codec].deep_format is None:
-            raise OutputError(f"{self.codec} cannot be written at 10 bits; choose h265, av1, prores4444 or png16")
+            raise OutputError(f"deep: {self.codec} has no 10-bit form; choose h264, h265, vp9, av1, prores4444 or ffv1")
+        if self.bitrate is not None and not (self.bitrate > 0 and self.codec in _CRF_MAX):
+            raise OutputError(
+                f"bitrate = {self.bitrate} cannot be used with {self.codec}; give a positive number with h264, h265, vp9 or av1"
+            )
+        if self.bitrate is not None and self.crf is not None:
+            raise OutputError(f"crf = {self.crf} and bitrate = {self.bitrate} exclude each other; give one of them")
 
     @property
     def is_folder(self) -> bool:
@@ -154,6 +161,7 @@ class _Output:
         check_writable(self.path, self.output)
         self.part = self.path.with_name(f".{self.path.stem}.{os.getpid()}.part{self.path.suffix}")
         self._container: av.container.OutputContainer | None = None
+        self._held = contextlib.ExitStack()
 
     def __enter__(self):
         try:
@@ -188,51 +196,42 @@ class _Output:
         raise NotImplementedError
 
     def _add_audio(self) -> None:
-        self._audio_stream, self._waveform = None, None
+        """Opens the audio; its packets are then muxed as the pictures' time passes."""
+        self._audio_packets: Iterator[av.Packet] = iter(())
+        self._next_audio: av.Packet | None = None
         if self.audio is None or not self.encoder.audio:
             return
         if isinstance(self.audio, AudioTrack):
-            with av.open(self.audio.path) as source:
+            with av.open(self.audio.path, metadata_errors="ignore") as source:
                 if not source.streams.audio:
                     return
                 stream = source.streams.audio[0]
                 if stream.codec_context.name in self.encoder.audio:
-                    self._audio_stream = self._container.add_stream_from_template(stream)
+                    self._audio_packets = copied_packets(self.audio, self._container.add_stream_from_template(stream))
                     return
-            self._waveform = read_waveform(self.audio)
-        else:
-            self._waveform = self.audio
+        opened = self._held.enter_context(open_audio(self.audio))
         name = next(c for c in self.encoder.audio if c in _AUDIO_ENCODERS)
-        rate = 48000 if name == "opus" else self._waveform.rate
-        self._audio_stream = self._container.add_stream(
-            _AUDIO_ENCODERS[name], rate=rate, layout=_layout(self._waveform)
-        )
+        rate = 48000 if name == "opus" else opened.rate
+        stream = self._container.add_stream(_AUDIO_ENCODERS[name], rate=rate, layout=_layout(opened.channels))
+        self._audio_packets = _encoded_packets(opened, stream)
+
+    def _mux_audio(self, until: Fraction | None) -> None:
+        """Muxes the audio packets before a time in seconds; all that are left for None."""
+        while True:
+            packet = self._next_audio = self._next_audio or next(self._audio_packets, None)
+            if packet is None or (until is not None and packet.dts * packet.time_base > until):
+                return
+            self._container.mux(packet)
+            self._next_audio = None
 
     def _finish(self) -> None:
-        if self._audio_stream is not None and self._waveform is None:
-            for packet in copied_packets(self.audio, self._audio_stream):
-                self._container.mux(packet)
-        elif self._audio_stream is not None:
-            self._encode_audio()
+        self._mux_audio(None)
         container, self._container = self._container, None
         container.close()
 
-    def _encode_audio(self) -> None:
-        stream, samples = self._audio_stream, self._waveform.samples
-        resampler = av.AudioResampler(
-            stream.codec_context.format, stream.codec_context.layout, stream.codec_context.rate
-        )
-        for begin in range(0, samples.shape[1], self._waveform.rate):
-            piece = np.ascontiguousarray(samples[:, begin : begin + self._waveform.rate], dtype=np.float32)
-            frame = av.AudioFrame.from_ndarray(piece, format="fltp", layout=_layout(self._waveform))
-            frame.rate, frame.pts, frame.time_base = self._waveform.rate, begin, Fraction(1, self._waveform.rate)
-            for out in resampler.resample(frame):
-                self._container.mux(stream.encode(out))
-        for out in resampler.resample(None):
-            self._container.mux(stream.encode(out))
-        self._container.mux(stream.encode(None))
-
     def _discard(self) -> None:
+        with contextlib.suppress(av.FFmpegError, OSError):
+            self._held.close()
         if self._container is not None:
             container, self._container = self._container, None
             with contextlib.suppress(av.FFmpegError, OSError):
@@ -283,7 +282,7 @@ class VideoWriter(_Output):
     ):
         super().__init__(path, output, audio, metadata)
         self.size, self.rate, self.time_base = size, rate, time_base or 1 / rate
-        self.tags = _sdr_tags(tags, size)
+        self.tags = ColorTags(BT601) if self.output.codec == "webp" else _sdr_tags(tags, size)
         self.pixel_format = self.encoder.pixel_format
         if self.output.deep:
             self.pixel_format = self.encoder.deep_format
@@ -359,6 +358,7 @@ class VideoWriter(_Output):
             frame = self._palette.pull()
             frame.pts, frame.time_base = pts, self.time_base
         self._container.mux(self._stream.encode(frame))
+        self._mux_audio(pts * self.time_base)
 
     def _finish(self) -> None:
         if self.output.is_folder:
@@ -379,6 +379,7 @@ class _Joined(_Output):
             return self._container.add_stream_from_template(first.streams.video[0])
 
     def _finish(self) -> None:
+        last: int | None = None
         for path, offset in self.parts:
             with av.open(path) as part:
                 stream = part.streams.video[0]
@@ -387,7 +388,12 @@ class _Joined(_Output):
                     if packet.dts is None:
                         continue
                     packet.pts, packet.dts = packet.pts + shift, packet.dts + shift
+                    if last is not None and packet.dts <= last:
+                        # A part begins with frames whose decoding times lie before its first picture.
+                        packet.dts = min(last + 1, packet.pts)
+                    last = packet.dts
                     packet.stream = self._stream
+                    self._mux_audio(packet.dts * stream.time_base)
                     self._container.mux(packet)
         super()._finish()
 
@@ -413,10 +419,22 @@ def join(
 
 def check_writable(path: Path, output: OutputFormat) -> None:
     """Raises OutputError when a file of this name cannot be made, before any work is done."""
-    suffixes = _ENCODERS[output.codec].suffixes
-    if path.suffix.lower() not in suffixes:
-        wanted = ", ".join(s or "no ending (a folder)" for s in suffixes)
-        raise OutputError(f"{path}: {output.codec} cannot go into '{path.suffix or 'a folder'}'; name it with {wanted}")
+    encoder = _ENCODERS[output.codec]
+    try:
+        av.Codec(encoder.name, "w")
+    except (av.FFmpegError, ValueError) as e:
+        raise OutputError(
+            f"codec = {output.codec}: this FFmpeg has no {encoder.name}; `veostyle doctor` lists what it has"
+        ) from e
+    if output.is_folder:
+        kept = [p.name for p in path.iterdir() if not re.fullmatch(r"\d{6}\.png", p.name)] if path.is_dir() else []
+        if path.is_file() or kept:
+            what = f"is a folder with other files in it ({kept[0]})" if kept else "is a file"
+            raise OutputError(f"{path} {what}; choose another name for the folder of pictures")
+    elif path.suffix.lower() not in encoder.suffixes:
+        raise OutputError(
+            f"{path}: {output.codec} cannot go into '{path.suffix}'; name it with {', '.join(encoder.suffixes)}"
+        )
     folder = path.parent
     if not folder.is_dir():
         raise OutputError(f"{folder} is not a folder; make it first or choose another")
@@ -431,9 +449,24 @@ def _sdr_tags(tags: ColorTags | None, size: tuple[int, int]) -> ColorTags:
     return ColorTags(BT709, 1, 1) if tags.hdr else tags
 
 
-def _layout(waveform: Waveform) -> str:
+def _encoded_packets(audio: AudioPieces, stream: av.audio.stream.AudioStream) -> Iterator[av.Packet]:
+    context = stream.codec_context
+    resampler = av.AudioResampler(context.format, context.layout, context.rate)
+    position = 0
+    for piece in audio.pieces:
+        frame = av.AudioFrame.from_ndarray(piece, format="fltp", layout=_layout(audio.channels))
+        frame.rate, frame.pts, frame.time_base = audio.rate, position, Fraction(1, audio.rate)
+        position += piece.shape[1]
+        for out in resampler.resample(frame):
+            yield from stream.encode(out)
+    for out in resampler.resample(None):
+        yield from stream.encode(out)
+    yield from stream.encode(None)
+
+
+def _layout(channels: int) -> str:
     names = {1: "mono", 2: "stereo", 3: "2.1", 4: "quad", 5: "5.0", 6: "5.1", 7: "6.1", 8: "7.1"}
-    return names.get(waveform.samples.shape[0]) or f"{waveform.samples.shape[0]}c"
+    return names.get(channels) or f"{channels}c"
 
 
 def _save_png(frame: av.VideoFrame, path: Path) -> None:

@@ -59,6 +59,8 @@ class MiniBackbone:
     defaults = Defaults(steps=1, guidance=1.0, window=12, overlap=4)
 
     def __init__(self, net: MiniNetwork, digest: str):
+        # The flow serves every backbone and is loaded for itself.
+        net.flow = None
         self.net = self.module = net.eval().requires_grad_(False)
         self.digest = digest
         self.weight_bytes = sum(v.nbytes for v in net.state_dict().values())
@@ -136,7 +138,8 @@ def load(path: Path = BUNDLED, device: torch.device | str = "cpu") -> MiniBackbo
 
 
 def _kind(path: Path) -> str:
-    head = path.read_bytes()[:8] if path.stat().st_size < 1 << 16 else path.open("rb").read(8)
+    with path.open("rb") as file:
+        head = file.read(8)
     if head[:2] in (b"PK", b"\x80\x02", b"\x80\x04"):
         return "it is a pickle or zip archive, which is never loaded"
     try:
