@@ -118,3 +118,13 @@ def test_debug_shows_the_traceback(monkeypatch, capsys, tmp_path):
     with pytest.raises(Exception, match="does not exist"):
         monkeypatch.setattr(sys, "argv", ["veostyle", "plan", "--video_path", "gone.mp4", "--debug"])
         cli.main()
+
+
+def test_interruption_is_not_success(monkeypatch, capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("comfyui_veostyle.veo_core.doctor.findings", interrupted)
+    code, _, err = run(monkeypatch, capsys, "doctor")
+    assert code == 130
+    assert "again" in err

@@ -1,5 +1,6 @@
 """The pipeline: any chunk size, any interruption, one result; and what it refuses."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -15,10 +16,12 @@ from comfyui_veostyle.veo_core.memory.plan import MIB, MemoryPlan, make_plan
 from comfyui_veostyle.veo_core.memory.trace import traced_peak
 from comfyui_veostyle.veo_core.options import StylizeOptions, parse_options
 from comfyui_veostyle.veo_core.render import render
+from comfyui_veostyle.veo_core.sampling.sampler import WindowState, denoise_window
+from comfyui_veostyle.veo_core.sampling.windows import Window
 from comfyui_veostyle.veo_core.store import RunStore, prune
 from comfyui_veostyle.veo_core.video.audio import clip_audio
 from comfyui_veostyle.veo_core.video.reader import open_clip
-from comfyui_veostyle.veo_core.video.scenes import survey
+from comfyui_veostyle.veo_core.video.scenes import Scene, survey
 from comfyui_veostyle.veo_core.video.writer import OutputFormat
 
 from .conftest import EXAMPLES, make_pictures, make_video
@@ -297,6 +300,44 @@ def test_store_is_used_by_one_run_at_a_time(tmp_path):
     changed.close()
     prune(tmp_path, keep=0)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_told_before_the_run(tmp_path, monkeypatch):
+    """Mapped files on a full disk would end the process with SIGBUS."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OutputError, match="keeps .* MB"):
+        RunStore(tmp_path / "huge", {}, {"latents": (1 << 36, 32, 64, 64)})
+    store = RunStore(tmp_path / "r", {}, {"latents": (3, 2, 2)})
+    monkeypatch.setattr("comfyui_veostyle.veo_core.store.save_file", full)
+    with pytest.raises(OutputError, match="No space left"):
+        store.save_state("denoise", {"a": torch.ones(1)})
+    store.close()
+
+
+@pytest.mark.parametrize("overlap", [0, 4])
+def test_a_window_s_first_frame_is_not_warped_from_the_anchor(engine, overlap):
+    """The anchor stands before it in the batch, but the flow leads to the frame before the window."""
+    window = Window(8, 20, overlap, Scene(0, 40, 0), False)
+    seen = []
+
+    class Spy:
+        def __getattr__(self, name):
+            return getattr(engine.backbone, name)
+
+        def predict(self, x, sigma, condition, sites):
+            seen.append(sites.motion)
+            return x.clone()
+
+    content, motion = torch.randn(12, 32, 8, 12), torch.ones(12, 3, 8, 12)
+    denoise_window(
+        Spy(), None, window, 8, content, motion, content[:1], WindowState(),
+        steps=1, strength=1, seed=0, before_step=lambda i: None,
+    )  # fmt: skip
+    assert seen[0][:2].abs().max() == 0
+    assert seen[0][2:].min() == 1
 
 
 def test_latent_from_elsewhere_is_refused():

@@ -99,6 +99,14 @@ def test_interruption_is_not_swallowed_and_goes_on(comfy, tmp_path):
     assert not list((tmp_path / "temp").rglob("*.part*"))
 
 
+def test_frame_cap_cuts_the_sound_too(comfy):
+    from comfyui_veostyle.veo_core.video.audio import clip_audio, read_waveform
+    from comfyui_veostyle.veo_core.video.reader import open_clip
+
+    video = run(comfy, file="in.mp4", frame_cap=6)["6"][0]
+    assert read_waveform(clip_audio(open_clip(video.path))).samples.shape[1] < 0.35 * 48000
+
+
 def test_audio_is_decoded_only_when_read(comfy):
     audio = comfy.nodes["VeoStyleLoadVideo"].execute("in.mp4", 0.0, 0.0, 0.0, 1, 0, 0, 0, "crop").args[1]
     assert audio._decoded is None

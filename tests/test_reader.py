@@ -1,5 +1,6 @@
 """Video in: every frame at its own time, upright, in the right colours, whatever the file."""
 
+import itertools
 from fractions import Fraction
 
 import av
@@ -273,3 +274,55 @@ def _sound(path):
         container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
     return path
+
+
+def test_start_between_frames_begins_with_the_frame_on_show(tmp_path):
+    times = [Fraction(t) for t in (0, 10, 20, 25)]
+    path = make_video(tmp_path / "v.mkv", 4, times=times, codec="ffv1", pixel_format="yuv444p")
+    frames = list(open_clip(path, start=5).frames())
+    assert [read_number(f.image) for f in frames] == [0, 1, 2, 3]
+    assert [float(f.time) for f in frames] == pytest.approx([0, 5, 15, 20], abs=0.01)
+    assert [read_number(f.image) for f in open_clip(path, start=22).frames()] == [2, 3]
+
+
+def test_times_that_jump_back_lose_no_frame(tmp_path):
+    parts = [
+        make_video(tmp_path / f"{i}.ts", n, codec="mpeg2video", options={"bf": "0"}) for i, n in enumerate((30, 40))
+    ]
+    path = tmp_path / "both.ts"
+    path.write_bytes(b"".join(p.read_bytes() for p in parts))
+    report = ReadReport()
+    frames = list(open_clip(path).frames(report=report))
+    assert len(frames) >= 68
+    assert report.jumps == 1
+    assert any("jump back" in n for n in report.notices)
+    assert all(a.time < b.time for a, b in itertools.pairwise(frames))
+
+
+def test_stills_that_lie_on_their_side_are_not_squeezed(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(np.ascontiguousarray(np.rot90(numbered(5, 64, 128), 1))).save(
+        tmp_path / "0.jpg", exif=exif, quality=95
+    )
+    clip = open_clip(tmp_path)
+    assert clip.size == (64, 128)
+    assert read_number(next(clip.frames()).image) == 5
+
+
+def test_sixteen_bit_grey_stills_keep_their_levels(tmp_path):
+    ramp = np.linspace(0, 65535, 256).astype(np.uint16)[None].repeat(32, 0)
+    Image.fromarray(ramp).save(tmp_path / "0.png")
+    image = next(open_clip(tmp_path).frames()).image
+    assert float(image.mean()) == pytest.approx(0.5, abs=0.01)
+    assert len(image[0, 0].unique()) == 256
+
+
+def test_numbers_that_are_none(tmp_path):
+    path = make_video(tmp_path / "v.mp4")
+    for name in ("start", "duration", "rate", "max_frames"):
+        for value in (float("nan"), float("inf"), -1):
+            with pytest.raises(InputError, match=f"{name} = "):
+                open_clip(path, **{name: value})
+    with pytest.raises(InputError, match="128x6"):
+        open_clip(make_video(tmp_path / "strip.mp4", 2, size=(640, 32)), width=128)

@@ -13,7 +13,15 @@ from comfyui_veostyle.veo_core.video.audio import AudioTrack, Waveform, clip_aud
 from comfyui_veostyle.veo_core.video.color import ColorTags
 from comfyui_veostyle.veo_core.video.reader import open_clip
 from comfyui_veostyle.veo_core.video.scenes import survey
-from comfyui_veostyle.veo_core.video.writer import OutputFormat, VideoWriter, available_codecs, join, tick
+from comfyui_veostyle.veo_core.video.writer import (
+    OutputFormat,
+    VideoWriter,
+    available_codecs,
+    check_writable,
+    join,
+    tick,
+)
+from PIL import Image
 
 from .conftest import make_video, numbered, read_number
 from .test_reader import KINDS
@@ -188,3 +196,75 @@ def test_tick_is_exact_for_any_frame_rate():
         base = tick(times, 1 / rate)
         assert all((t / base).denominator == 1 for t in times)
     assert tick([Fraction(0)], Fraction(1, 25)) == Fraction(1, 25)
+
+
+@pytest.mark.parametrize("codec", ["h264", "h265"])
+def test_parts_of_any_spacing_can_be_joined(tmp_path, codec):
+    """Frames that come ever more slowly: a part's first decoding times lie before the part before it ends."""
+    images, parts, times, offset = pictures(60), [], [], Fraction(0)
+    for k, gap in enumerate((Fraction(1, 30), Fraction(1), Fraction(1, 60))):
+        own = [gap * i for i in range(20)]
+        path = tmp_path / f"{k}.mp4"
+        with VideoWriter(
+            path, (128, 64), Fraction(24), time_base=Fraction(1, 90000), output=OutputFormat(codec)
+        ) as writer:
+            writer.write(images[20 * k : 20 * k + 20], own)
+        parts.append((path, offset))
+        times += [offset + t for t in own]
+        offset += 20 * gap
+    join(parts, tmp_path / "all.mp4", OutputFormat(codec))
+    frames = list(open_clip(tmp_path / "all.mp4").frames())
+    assert [read_number(f.image) for f in frames] == list(range(60))
+    assert all(abs(f.time - t) < Fraction(1, 5000) for f, t in zip(frames, times, strict=True))
+
+
+@pytest.mark.parametrize("codec", ["ffv1", "vp9", "h264"])
+def test_audio_lies_beside_the_pictures_of_its_time(tmp_path, codec):
+    sound = Waveform(np.zeros((1, 20 * 48000), np.float32), 48000)
+    output = OutputFormat(codec)
+    path = tmp_path / f"v{output.suffix}"
+    with VideoWriter(path, (64, 64), Fraction(4), output=output, audio=sound) as writer:
+        writer.write(torch.rand(80, 3, 64, 64), [Fraction(i, 4) for i in range(80)])
+    clocks = {"video": 0.0, "audio": 0.0}
+    with av.open(path) as container:
+        for packet in container.demux():
+            if packet.dts is not None:
+                clocks[packet.stream.type] = float(packet.dts * packet.time_base)
+                assert abs(clocks["video"] - clocks["audio"]) < 12
+
+
+def test_audio_lasts_no_longer_than_the_pictures(tmp_path):
+    clip = open_clip(make_video(tmp_path / "in.mp4", 72, audio="stereo"), max_frames=24)
+    assert cut_to(clip_audio(clip), survey(clip).duration).duration == 1
+    result = copy(clip, tmp_path / "out.mp4")
+    assert read_waveform(clip_audio(result)).samples.shape[1] == pytest.approx(48000, abs=2048)
+    assert cut_to(Waveform(np.zeros((1, 96000)), 48000), Fraction(1)).samples.shape[1] == 48000
+
+
+def test_metadata_in_another_encoding_does_not_stop_the_writer(tmp_path):
+    path = make_video(tmp_path / "in.mkv", 4, codec="mpeg4", audio="mono")
+    data = path.read_bytes()
+    at = data.find(b"Lavf")
+    path.write_bytes(data[:at] + b"\xe9\xe8vf" + data[at + 4 :])
+    assert copy(open_clip(path), tmp_path / "out.mp4").info.audio
+
+
+@pytest.mark.parametrize("size", [(64, 64), (1280, 720)])
+def test_webp_has_the_colours_that_every_reader_expects(tmp_path, size):
+    image = torch.tensor([230, 51, 0]).float().div(255)[None, :, None, None].expand(1, 3, size[1], size[0])
+    with VideoWriter(
+        tmp_path / "v.webp", size, Fraction(24), output=OutputFormat("webp"), tags=ColorTags(1, full=True)
+    ) as w:
+        w.write(image, [Fraction(0)])
+    with Image.open(tmp_path / "v.webp") as picture:
+        pixel = picture.convert("RGB").getpixel((20, 20))
+    assert np.abs(np.array(pixel) - [230, 51, 0]).max() < 8
+
+
+def test_folder_of_pictures_takes_any_name_but_no_one_s_files(tmp_path):
+    with VideoWriter(tmp_path / "clip.v2", (64, 64), Fraction(24), output=OutputFormat("png")) as writer:
+        writer.write(torch.rand(2, 3, 64, 64), [Fraction(0), Fraction(1, 24)])
+    check_writable(tmp_path / "clip.v2", OutputFormat("png"))
+    (tmp_path / "clip.v2" / "notes.txt").write_text("mine")
+    with pytest.raises(OutputError, match=r"notes\.txt"):
+        check_writable(tmp_path / "clip.v2", OutputFormat("png"))

@@ -83,7 +83,8 @@ def latents_of(latent: dict[str, Any]) -> StylizedLatents:
         raise InputError("latent was not made by the ST-Norm Denoiser (VeoStyle); connect that node's output")
     if not (stylised.store.folder / "manifest.json").is_file():
         raise InputError(
-            f"latent: its files in {stylised.store.folder} are gone; change an input of the ST-Norm Denoiser, such as its seed, so that it runs again"
+            f"latent: its files in {stylised.store.folder} are gone; "
+            "change an input of the ST-Norm Denoiser, such as its seed, so that it runs again"
         )
     return stylised
 
