@@ -140,7 +140,16 @@ class Stylizer:
             raise
         return StylizedLatents(store, clip, seen, plan)
 
-    def _denoise_into(self, store, clip, seen, style, options, plan, monitor) -> None:
+    def _denoise_into(
+        self,
+        store: RunStore,
+        clip: Clip,
+        seen: Survey,
+        style: Style,
+        options: StylizeOptions,
+        plan: MemoryPlan,
+        monitor: Monitor,
+    ) -> None:
         windows = windows_of(seen.scenes, options.window, options.overlap)
         state = _RunState.load(store, self.backbone.device)
         if state.window >= len(windows):
