@@ -37,7 +37,7 @@ def test_stylize_with_the_documents_flags(monkeypatch, capsys, video, tmp_path):
     result = open_clip(tmp_path / "out" / "in_van_gogh.mp4")
     assert len(list(result.frames())) == 6
     assert result.info.audio
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [".veostyle", "in_van_gogh.mp4"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["in_van_gogh.mp4"]
     assert "6 frames" in err
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 from pathlib import Path
@@ -138,6 +139,8 @@ def stylize(
     for notice in latents.survey.notices:
         err.print(f"note: {notice}")
     latents.store.close() if keep_work else latents.store.remove()
+    with contextlib.suppress(OSError):  # other runs may be there
+        (output_dir / ".veostyle").rmdir()
     scenes = len(latents.survey.scenes)
     err.print(
         f"{path}: {latents.survey.frames} frames, {float(latents.survey.duration):.2f} s, {scenes} scene{'s' * (scenes != 1)}"
