@@ -20,8 +20,9 @@ from .trace import traced_peak
 MIB = 1 << 20
 CHUNKS = (16, 8, 4, 2, 1)
 RESERVE = 0.15
-# What cuBLAS keeps for itself on a Hopper chip.
-CUBLAS_WORKSPACE = 32 * MIB
+# What the libraries keep for themselves, measured by benchmarks/memory.py: cuBLAS on a Hopper chip; on the host, code that
+# is imported on first use, encoders and scratch.
+CUDA_FIXED, HOST_FIXED = 32 * MIB, 150 * MIB
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class MemoryPlan:
     Attributes:
         device: where the model runs.
         budget: bytes that the run may take there.
-        weights: bytes of all networks, and of the vendor libraries' fixed workspace.
+        weights: bytes of all networks, and of what the libraries keep for themselves.
         encode_chunk, decode_chunk: frames encoded and decoded at once. They do not change the result.
         stages: bytes beyond the weights at the peak of each stage.
         host: bytes of host memory beyond what the process held before, on a device of its own; 0 on the CPU, where the
@@ -107,7 +108,7 @@ def make_plan(
     peaks = StagePeaks(backbone, flow, padded_size(size, backbone.multiple), window, guidance)
     device = backbone.device
     weights = backbone.weight_bytes + sum(p.nbytes for p in flow.parameters())
-    weights += CUBLAS_WORKSPACE if device.type == "cuda" else 0
+    weights += CUDA_FIXED if device.type == "cuda" else HOST_FIXED
     budget = free_memory(device) + (weights if device.type != "cpu" else 0) if budget is None else budget
     chunks = [c for c in CHUNKS if device.type != "cpu" or c <= 4]
     encode = next((c for c in chunks if weights + peaks.peak("encode", c) <= budget), None)
@@ -121,7 +122,7 @@ def make_plan(
         )
     stages = {"encode": peaks.peak("encode", encode), "denoise": denoise, "decode": peaks.peak("decode", decode)}
     frame = 4 * 3 * size[0] * size[1]
-    host = 0 if device.type == "cpu" else frame * (3 * max(encode, decode) + 6)
+    host = 0 if device.type == "cpu" else HOST_FIXED + frame * (3 * max(encode, decode) + 6)
     return MemoryPlan(device, budget, weights, encode, decode, stages, host, peaks.disk)
 
 
@@ -149,8 +150,7 @@ class StagePeaks:
         """Bytes beyond the weights at a stage's peak."""
         key = (stage, 0 if stage == "denoise" else count)
         if key not in self._traced:
-            on_cuda = self.backbone.device.type == "cuda"
-            self._traced[key] = traced_peak(self.jobs(count)[stage], workspaces=on_cuda)
+            self._traced[key] = traced_peak(self.jobs(count)[stage])
         return self._traced[key] + (0 if stage == "decode" else self._resident)
 
     @property

@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves
 class _LiveBytes(TorchDispatchMode):
     """Sums the bytes of tensor storages that are alive, and remembers the most there were."""
 
-    def __init__(self, block: int, workspaces: bool):
+    def __init__(self, block: int):
         super().__init__()
-        self.block, self.workspaces, self.live, self.peak = block, workspaces, 0, 0
+        self.block, self.live, self.peak = block, 0, 0
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -24,7 +24,7 @@ class _LiveBytes(TorchDispatchMode):
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self._meet(tensor.untyped_storage())
-        if self.workspaces and func is torch.ops.aten.convolution.default:
+        if func is torch.ops.aten.convolution.default:
             self.peak = max(self.peak, self.live + _convolution_workspace(args, out))
         return out
 
@@ -45,29 +45,28 @@ class _LiveBytes(TorchDispatchMode):
 
 
 def _convolution_workspace(args: tuple, out: torch.Tensor) -> int:
-    """Bytes that cuDNN takes beside an NCHW convolution's tensors.
+    """Bytes that a convolution takes beside its NCHW tensors.
 
-    It works channels-last: it copies the input, and at stride 1 the output. Measured on an H200 by
-    benchmarks/memory.py: encode, denoise and decode need 1.37, 1.20 and 1.54 times their tensors, at every size and
-    number of frames; these copies give 1.37, 1.20 and 1.54.
+    cuDNN works channels-last, oneDNN in blocks: they copy the input, and at stride 1 the output. Measured on an H200
+    by benchmarks/memory.py: encode, denoise and decode need 1.37, 1.20 and 1.54 times their tensors, at every size
+    and number of frames; these copies give 1.37, 1.20 and 1.54. On the CPU they bring the plan within a tenth.
     """
     copied = args[0].nbytes
     return copied + out.nbytes if set(args[3]) == {1} else copied
 
 
-def traced_peak(compute: Callable[[], object], block: int = 512, workspaces: bool = False) -> int:
+def traced_peak(compute: Callable[[], object], block: int = 512) -> int:
     """Most bytes that the tensors made by ``compute`` occupy at once.
 
     It runs on fake tensors: shapes flow, no arithmetic is done and no device memory is taken. Tensors that exist
-    already, such as weights, are not counted.
+    already, such as weights, are not counted; the copies that convolutions make of their tensors are.
 
     Args:
         compute: makes its own inputs.
         block: granularity of the allocator in bytes; 512 is that of PyTorch's CUDA allocator.
-        workspaces: count what cuDNN takes for its convolutions too.
     """
     with torch.inference_mode(False), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-        live = _LiveBytes(block, workspaces)
+        live = _LiveBytes(block)
         with live:
             kept = compute()
         del kept
