@@ -77,7 +77,11 @@ def one_run(video: Path, device: str, out: Path) -> dict[str, float]:
     render(engine, latents, out / "result.mp4")
     end = time.perf_counter()
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    measured = torch.cuda.max_memory_allocated() / mib if device == "cuda" else host - host_before + backbone.weight_bytes / mib
+    measured = (
+        torch.cuda.max_memory_allocated() / mib
+        if device == "cuda"
+        else host - host_before + backbone.weight_bytes / mib
+    )
     frames = latents.survey.frames
     latents.store.remove()
     return {

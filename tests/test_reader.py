@@ -10,6 +10,7 @@ import torch
 from comfyui_veostyle.veo_core.errors import InputError
 from comfyui_veostyle.veo_core.video.color import ColorTags, from_rgb
 from comfyui_veostyle.veo_core.video.reader import ReadReport, open_clip
+from comfyui_veostyle.veo_core.video.writer import OutputFormat, VideoWriter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -326,3 +327,12 @@ def test_numbers_that_are_none(tmp_path):
                 open_clip(path, **{name: value})
     with pytest.raises(InputError, match="128x6"):
         open_clip(make_video(tmp_path / "strip.mp4", 2, size=(640, 32)), width=128)
+
+
+def test_sixteen_bit_pictures_keep_their_levels(tmp_path):
+    ramp = torch.linspace(0, 1, 1024)[None, None, None].expand(1, 3, 32, -1)
+    with VideoWriter(tmp_path / "deep", (1024, 32), Fraction(24), output=OutputFormat("png16")) as writer:
+        writer.write(ramp, [Fraction(0)])
+    image = next(open_clip(tmp_path / "deep").frames()).image
+    assert len(image[1, 0].unique()) == 1024
+    assert (image - ramp[0]).abs().max() < 1e-4

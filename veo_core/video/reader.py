@@ -546,6 +546,12 @@ def _decode_stills(path: Path) -> Iterator[_Decoded]:
     time = Fraction(0)
     size: tuple[int, int] | None = None
     for file in _still_files(path):
+        if _is_deep_png(file):
+            frame = _deep_frame(file)
+            size = size or (frame.width, frame.height)
+            yield _Decoded(time, 1 / STILL_RATE, partial(_convert_deep, frame, size), partial(_thumbnail, frame))
+            time += 1 / STILL_RATE
+            continue
         with _open_still(file) as picture:
             for still in ImageSequence.Iterator(picture):
                 own = still.copy()
@@ -554,6 +560,26 @@ def _decode_stills(path: Path) -> Iterator[_Decoded]:
                 size = size or ImageOps.exif_transpose(own).size
                 yield _Decoded(time, duration, partial(_convert_still, own, size), partial(_still_thumbnail, own))
                 time += duration
+
+
+def _is_deep_png(file: Path) -> bool:
+    """Whether a PNG has 16 bits of colour, of which Pillow would keep 8: its header's bit depth and colour type."""
+    with file.open("rb") as stream:
+        head = stream.read(26)
+    return head[:4] == b"\x89PNG" and head[24:25] == b"\x10" and head[25:26] in (b"\x02", b"\x06")
+
+
+def _deep_frame(file: Path) -> av.VideoFrame:
+    try:
+        with av.open(file) as container:
+            return next(container.decode(video=0))
+    except (av.FFmpegError, StopIteration) as e:
+        raise InputError(f"{file} is not a picture that can be read ({e}); remove or replace it") from e
+
+
+def _convert_deep(frame: av.VideoFrame, size: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
+    image, alpha = _convert(frame, None)
+    return _scale(image, *size), None if alpha is None else _scale(alpha, *size)
 
 
 def _open_still(file: Path) -> Image.Image:
