@@ -106,6 +106,23 @@ def test_fusion_keeps_fine_detail_along_motion():
     assert detail(fused[-1]) > 0.9 * detail(frames[-1])
 
 
+@pytest.mark.parametrize("speed", [0.3, 0.7, 1.3])
+def test_long_motion_grows_no_dots(speed):
+    """After many fused frames there is no more of the finest checkerboard than in the frame they came from."""
+    wide = (texture(3, 96, 256) > 0.5).float() * 0.6 + 0.2
+    motion = torch.zeros(1, 3, 24, 32)
+    motion[:, 0], motion[:, 2] = -speed / 4, 1
+    frames = [shifted(wide, speed * i, 0)[..., 100:228] for i in range(60)]
+    kernel = torch.tensor([[1.0, -1.0], [-1.0, 1.0]]).expand(3, 1, 2, 2) / 4
+
+    def dots(x):
+        return F.conv2d(x, kernel, groups=3)[..., 16:-16, 16:-16].square().mean()
+
+    fusion = TemporalFusion()
+    last = [fusion(f, motion) for f in frames][-1]
+    assert dots(last) < 1.2 * dots(frames[-1])
+
+
 def test_flow_weights_that_are_missing_are_named(tmp_path):
     with pytest.raises(ModelError, match="gone.safetensors"):
         load_flow(torch.device("cpu"), tmp_path / "gone.safetensors")
