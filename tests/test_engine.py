@@ -16,12 +16,10 @@ from comfyui_veostyle.veo_core.memory.plan import MIB, MemoryPlan, make_plan
 from comfyui_veostyle.veo_core.memory.trace import traced_peak
 from comfyui_veostyle.veo_core.options import StylizeOptions, parse_options
 from comfyui_veostyle.veo_core.render import render
-from comfyui_veostyle.veo_core.sampling.sampler import WindowState, denoise_window
-from comfyui_veostyle.veo_core.sampling.windows import Window
 from comfyui_veostyle.veo_core.store import RunStore, prune
 from comfyui_veostyle.veo_core.video.audio import clip_audio
 from comfyui_veostyle.veo_core.video.reader import open_clip
-from comfyui_veostyle.veo_core.video.scenes import Scene, survey
+from comfyui_veostyle.veo_core.video.scenes import survey
 from comfyui_veostyle.veo_core.video.writer import OutputFormat
 
 from .conftest import EXAMPLES, make_pictures, make_video
@@ -37,6 +35,10 @@ def clip(tmp_path):
         tmp_path / "in.mp4", 30, size=SIZE, picture=lambda i, w, h: shots[i >= 18](i, w, h), options={"crf": "10"}
     )
     return open_clip(path)
+
+
+def chosen(engine):
+    return StylizeOptions().for_backbone(engine.backbone)
 
 
 def plan_of(engine: Stylizer, encode: int, decode: int) -> MemoryPlan:
@@ -234,17 +236,19 @@ def test_killed_process_resumes_to_the_same_file(tmp_path):
 
 def test_budget_too_small_names_the_smallest(engine):
     with pytest.raises(BudgetError, match=r"smallest that works is ([\d,]+) MiB") as caught:
-        make_plan(engine.backbone, engine.flow, (256, 144), 12, 50 * MIB)
+        make_plan(engine.backbone, engine.flow, (256, 144), chosen(engine), 50 * MIB)
     least = int(str(caught.value).split("smallest that works is ")[1].split(" MiB")[0].replace(",", ""))
-    plan = make_plan(engine.backbone, engine.flow, (256, 144), 12, least * MIB)
+    plan = make_plan(engine.backbone, engine.flow, (256, 144), chosen(engine), least * MIB)
     assert plan.decode_chunk == 1
     assert plan.peak <= least * MIB
     with pytest.raises(BudgetError):
-        make_plan(engine.backbone, engine.flow, (256, 144), 12, (least - 2) * MIB)
+        make_plan(engine.backbone, engine.flow, (256, 144), chosen(engine), (least - 2) * MIB)
 
 
 def test_plan_grows_with_size_and_not_with_length(engine):
-    small, large = (make_plan(engine.backbone, engine.flow, s, 12, 1 << 34) for s in ((128, 64), (256, 128)))
+    small, large = (
+        make_plan(engine.backbone, engine.flow, s, chosen(engine), 1 << 34) for s in ((128, 64), (256, 128))
+    )
     assert 3 < (large.peak - large.weights) / (small.peak - small.weights) < 5
     assert "peak" in small.describe()
 
@@ -315,26 +319,24 @@ def test_a_full_disk_is_told_before_the_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("overlap", [0, 4])
-def test_a_window_s_first_frame_is_not_warped_from_the_anchor(engine, overlap):
+def test_a_window_s_first_frame_is_not_warped_from_the_anchor(engine, style, tmp_path, overlap):
     """The anchor stands before it in the batch, but the flow leads to the frame before the window."""
-    window = Window(8, 20, overlap, Scene(0, 40, 0), False)
     seen = []
 
     class Spy:
         def __getattr__(self, name):
             return getattr(engine.backbone, name)
 
-        def predict(self, x, sigma, condition, sites):
-            seen.append(sites.motion)
-            return x.clone()
+        def sample(self, condition, job):
+            seen.append(job.motion)
+            return job.fuse(0, job.content)
 
-    content, motion = torch.randn(12, 32, 8, 12), torch.ones(12, 3, 8, 12)
-    denoise_window(
-        Spy(), None, window, 8, content, motion, content[:1], WindowState(),
-        steps=1, strength=1, seed=0, before_step=lambda i: None,
-    )  # fmt: skip
-    assert seen[0][:2].abs().max() == 0
-    assert seen[0][2:].min() == 1
+    clip = open_clip(make_video(tmp_path / "a.mkv", 20, codec="ffv1"))
+    Stylizer(Spy(), engine.flow).denoise(clip, style, StylizeOptions(window=8, overlap=overlap), tmp_path / "w")
+    assert len(seen) > 2
+    for motion in seen:
+        assert motion[:2].abs().max() == 0
+        assert motion[2:, 2].max() > 0
 
 
 def test_latent_from_elsewhere_is_refused():

@@ -7,12 +7,13 @@ import torch
 from comfyui_veostyle.veo_core.backbones.mini.backbone import BUNDLED, detect, load
 from comfyui_veostyle.veo_core.backbones.mini.network import MiniNetwork
 from comfyui_veostyle.veo_core.errors import ModelError
+from comfyui_veostyle.veo_core.weights_file import read_header
 from safetensors.torch import load_file, save_file
 
 
 def test_bundled_weights_are_whole_and_small():
     assert BUNDLED.stat().st_size < 40_000_000
-    assert detect(BUNDLED)
+    assert detect(read_header(BUNDLED, "veo-mini"))
     state = load_file(BUNDLED)
     assert set(state) == set(MiniNetwork().state_dict())
     assert all(v.isfinite().all() for v in state.values())
@@ -24,8 +25,8 @@ def test_bundled_weights_are_whole_and_small():
         (lambda p: p.write_bytes(pickle.dumps({"a": 1})), "pickle"),
         (lambda p: torch.save({"a": torch.ones(1)}, p), "pickle"),
         (lambda p: p.write_bytes(BUNDLED.read_bytes()[:100_000]), "not a whole safetensors"),
-        (lambda p: p.write_bytes(b""), "not a whole safetensors"),
-        (lambda p: save_file({"model.diffusion_model.x": torch.ones(1)}, p), "another model"),
+        (lambda p: p.write_bytes(b""), "is empty"),
+        (lambda p: save_file({"model.diffusion_model.x": torch.ones(1)}, p), "another architecture"),
         (lambda p: save_file({k: v[:1].contiguous() for k, v in load_file(BUNDLED).items()}, p), "another version"),
         (lambda p: save_file({k: v * float("nan") for k, v in load_file(BUNDLED).items()}, p), "not finite"),
     ],

@@ -21,7 +21,8 @@ from .memory.plan import MemoryPlan, make_plan, padded_size
 from .motion.flow import STRIDE, FlowNet
 from .motion.fusion import MOTION_CHANNELS, TemporalFusion, estimate_motion, latent_motion
 from .options import StylizeOptions
-from .sampling.sampler import WindowState, denoise_window
+from .sampling.sampler import WindowJob, WindowState, denoise_window
+from .sampling.timeline import Timeline
 from .sampling.windows import Window, windows_of
 from .store import RunStore
 from .style.encoder import Style
@@ -60,16 +61,18 @@ class StylizedLatents:
         store: holds ``latents`` and ``motion``.
         clip: what was read. survey: its times and scenes.
         plan: chunk sizes.
+        timeline: which latent frame stands for which frames.
     """
 
     store: RunStore
     clip: Clip
     survey: Survey
     plan: MemoryPlan
+    timeline: Timeline
 
     @property
     def samples(self) -> Tensor:
-        """All latents ``[frames, C, h, w]`` as a tensor over the file."""
+        """All latents ``[n, C, h, w]`` as a tensor over the file."""
         return self.store.mapped("latents")
 
 
@@ -103,7 +106,7 @@ class Stylizer:
     def plan(self, clip: Clip, options: StylizeOptions, budget: int | None = None) -> MemoryPlan:
         """Chunk sizes and predicted peaks. Raises BudgetError when the budget (bytes) is too small for any."""
         options = options.for_backbone(self.backbone)
-        return make_plan(self.backbone, self.flow, clip.size, options.window, budget, options.guidance)
+        return make_plan(self.backbone, self.flow, clip.size, options, budget)
 
     @torch.no_grad()
     def denoise(
@@ -132,57 +135,59 @@ class Stylizer:
             min_length=options.min_scene,
             progress=lambda n: monitor(Progress("survey", n, 0)),
         )
-        store = self._open_store(clip, style, options, seen, folder)
+        timeline = Timeline(seen.scenes, self.backbone.time_factor)
+        condition = self.backbone.condition(style, options, seen)
+        store = self._open_store(clip, style, options, timeline, folder)
         try:
-            self._denoise_into(store, clip, seen, style, options, plan, monitor)
+            self._denoise_into(store, clip, timeline, condition, options, plan, monitor)
         except BaseException:
             store.close()
             raise
-        return StylizedLatents(store, clip, seen, plan)
+        return StylizedLatents(store, clip, seen, plan, timeline)
 
     def _denoise_into(
         self,
         store: RunStore,
         clip: Clip,
-        seen: Survey,
-        style: Style,
+        timeline: Timeline,
+        condition: Any,
         options: StylizeOptions,
         plan: MemoryPlan,
         monitor: Monitor,
     ) -> None:
-        windows = windows_of(seen.scenes, options.window, options.overlap)
+        size = timeline.latents(options.window)
+        stride = max(1, size - -(-options.overlap // timeline.factor))
+        windows = windows_of(timeline.scenes, size, size - stride)
+        total = timeline.frame_scenes[-1].end
         state = _RunState.load(store, self.backbone.device)
         if state.window >= len(windows):
             return
-        condition = self.backbone.condition(style, options.guidance, options.strength)
-        with closing(_Sites(self, clip, store, state, plan.encode_chunk, windows[state.window])) as sites:
+        with closing(_Sites(self, clip, store, timeline, state, plan.encode_chunk, windows[state.window])) as sites:
             for window in windows[state.window :]:
-                done = Progress("denoise", window.start + window.shared, seen.frames)
+                done = Progress("denoise", timeline.frame(window.start + window.shared), total)
                 content, motion = sites.advance(window, lambda done=done: monitor(done))
-                latents, state.carried = denoise_window(
-                    self.backbone,
-                    condition,
+                job = WindowJob(
                     window,
-                    options.window - options.overlap,
-                    content,
-                    latent_motion(motion, content.shape[-2:]),
-                    sites.anchor(window),
+                    timeline.scene_of(window.start),
+                    [timeline.frame(f) for f in (window.scene.anchor, *range(window.start, window.end))],
+                    torch.cat([sites.anchor(window), content]),
+                    motion,
+                    stride,
+                    options,
                     state.carried,
-                    steps=options.steps,
-                    strength=options.strength,
-                    seed=options.seed,
-                    before_step=lambda step, done=done: monitor(done),
+                    lambda step, done=done: monitor(done),
                 )
-                final = len(latents) - (0 if state.carried.shared is None else len(state.carried.shared))
-                store.write("latents", window.start, latents[:final])
+                latents, state.carried = denoise_window(self.backbone, condition, job)
+                store.write("latents", window.start, latents[: len(latents) - state.carried.overlap])
                 state.window += 1
                 sites.save(state, window)
                 newest = latents[-1:]
+                del job, content, motion
                 monitor(
                     Progress(
                         "denoise",
-                        window.end,
-                        seen.frames,
+                        timeline.end_frame(window.end),
+                        total,
                         lambda z=newest: self._crop(self.backbone.decode(z), clip)[0],
                     )
                 )
@@ -211,7 +216,7 @@ class Stylizer:
         for first in range(begin, end, latents.plan.decode_chunk):
             monitor(Progress("decode", first, total))
             count = min(latents.plan.decode_chunk, end - first)
-            decoded = self.backbone.decode(store.read("latents", first, count).to(self.backbone.device))
+            decoded = self._decoded(latents, first, first + count)
             motion = store.read("motion", first, count).to(self.backbone.device)
             fused = []
             for i in range(count):
@@ -226,18 +231,35 @@ class Stylizer:
             del frames
             monitor(Progress("decode", first + count, total, lambda: newest))  # noqa: B023
 
+    def _decoded(self, latents: StylizedLatents, begin: int, end: int) -> Tensor:
+        """Frames ``begin`` to ``end`` as the autoencoder gives them, scene by scene where it groups frames."""
+        timeline, pieces = latents.timeline, []
+        while begin < end:
+            stop = end
+            if timeline.factor > 1:
+                stop = min(end, next(s.end for s in timeline.frame_scenes if begin < s.end))
+            first = timeline.context(timeline.latent(begin))
+            count = timeline.latent(stop - 1) + 1 - first
+            frames = self.backbone.decode(latents.store.read("latents", first, count).to(self.backbone.device))
+            skipped = begin - (timeline.end_frame(first + 1) - 1)
+            pieces.append(frames[skipped : skipped + stop - begin])
+            begin = stop
+        return torch.cat(pieces)
+
     def _crop(self, frames: Tensor, clip: Clip) -> Tensor:
         width, height = clip.size
         return frames[..., :height, :width].clamp(0, 1)
 
-    def _open_store(self, clip: Clip, style: Style, options: StylizeOptions, seen: Survey, folder: Path) -> RunStore:
+    def _open_store(
+        self, clip: Clip, style: Style, options: StylizeOptions, timeline: Timeline, folder: Path
+    ) -> RunStore:
         width, height = padded_size(clip.size, self.backbone.multiple)
         factor = self.backbone.factor
         manifest = {
             "source": source_identity(clip.path),
             "clip": {k: str(v) for k, v in vars(clip).items() if k not in ("info", "path")},
-            "frames": seen.frames,
-            "scenes": [[s.start, s.end, s.anchor] for s in seen.scenes],
+            "frames": timeline.frame_scenes[-1].end,
+            "scenes": [[s.start, s.end, s.anchor] for s in timeline.frame_scenes],
             "style": style.digest,
             "model": [self.backbone.name, self.backbone.digest],
             "options": options.model_dump(),
@@ -247,8 +269,8 @@ class Stylizer:
             folder / f"{clip.path.stem}-{key}",
             manifest,
             {
-                "latents": (seen.frames, self.backbone.channels, height // factor, width // factor),
-                "motion": (seen.frames, MOTION_CHANNELS, height // STRIDE, width // STRIDE),
+                "latents": (timeline.total, self.backbone.channels, height // factor, width // factor),
+                "motion": (timeline.frame_scenes[-1].end, MOTION_CHANNELS, height // STRIDE, width // STRIDE),
             },
         )
 
@@ -294,13 +316,27 @@ class _Sites:
     Frames that two windows share are encoded once; a resumed run takes them from what was saved.
     """
 
-    def __init__(self, engine: Stylizer, clip: Clip, store: RunStore, state: _RunState, chunk: int, window: Window):
-        self.backbone, self.flow, self.store, self.chunk = engine.backbone, engine.flow, store, chunk
+    def __init__(
+        self,
+        engine: Stylizer,
+        clip: Clip,
+        store: RunStore,
+        timeline: Timeline,
+        state: _RunState,
+        chunk: int,
+        window: Window,
+    ):
+        self.backbone, self.flow, self.store, self.timeline = engine.backbone, engine.flow, store, timeline
+        self.chunk = max(1, chunk // timeline.factor)
         self.content, self.motion = state.content, state.motion
         self.next = window.start + window.shared
+        first = timeline.frame(self.next)
         begins_scene = self.next == window.scene.start
-        self.frames: Iterator[Frame] = clip.frames(first=self.next if begins_scene else self.next - 1)
-        self.previous = None if begins_scene else self._image(next(self.frames))
+        seen = first if begins_scene else timeline.end_frame(timeline.context(self.next) + 1) - 1
+        seen = seen if timeline.factor > 1 or begins_scene else first - 1
+        self.frames: Iterator[Frame] = clip.frames(first=seen)
+        # The last frames read: what the flow, and a causal autoencoder, must know before the next ones.
+        self.before = [self._image(f) for f in islice(self.frames, first - seen)]
 
     def close(self) -> None:
         self.frames.close()
@@ -312,36 +348,56 @@ class _Sites:
         image = frame.image[None].to(self.backbone.device)
         return F.pad(image, (0, width - w, 0, height - h), mode="replicate")
 
-    def advance(self, window: Window, before_chunk: Callable[[], None]) -> tuple[Tensor, Tensor]:
-        """Content latents ``[n, C, h, w]`` and motion ``[n, 3, H / 4, W / 4]`` of a window's frames."""
+    def advance(self, window: Window, before_chunk: Callable[[], None]) -> tuple[Tensor, Tensor | None]:
+        """Content latents ``[n, C, h, w]`` of a window, and motion ``[n + 1, 3, h, w]`` in latent pixels.
+
+        In the batch the anchor stands before the window's first frame; no motion leads from one to the other.
+        """
         if not window.shared:
             self.content = self.motion = None
-        contents, motions = [], []
         while self.next < window.end:
             before_chunk()
-            count = min(self.chunk, window.end - self.next)
-            images = [self._image(f) for f in islice(self.frames, count)]
-            if len(images) < count:
-                raise InputError(
-                    f"the video changed while it was read: frame {self.next + len(images)} is gone; run again"
-                )
-            starts_scene = self.next == window.scene.start
-            before = [images[0] if starts_scene else self.previous, *images[:-1]]
-            batch = torch.cat(images)
-            motion = estimate_motion(self.flow, batch, torch.cat(before))
-            if starts_scene:
-                motion[0] = 0
-            contents.append(self.backbone.encode(batch))
-            motions.append(motion)
-            self.previous = images[-1]
-            self.next += count
-        first = self.next - sum(map(len, motions))
-        self.store.write("motion", first, torch.cat(motions))
-        self.content = torch.cat([*([] if self.content is None else [self.content]), *contents])
-        self.motion = torch.cat([*([] if self.motion is None else [self.motion]), *motions])
+            self._take(window, min(self.chunk, window.end - self.next))
         if window.start == window.scene.start == window.scene.anchor:
             self.store.save_state(f"anchor-{window.scene.anchor}", {"content": self.content[:1]})
-        return self.content, self.motion
+        if self.timeline.factor > 1:
+            return self.content, None
+        motion = latent_motion(self.motion, self.content.shape[-2:])
+        return self.content, torch.cat([torch.zeros_like(motion[:1]).expand(2, -1, -1, -1), motion[1:]])
+
+    def _take(self, window: Window, count: int) -> None:
+        """Reads, measures and encodes the frames of the next ``count`` latent frames."""
+        first, end = self.timeline.frame(self.next), self.timeline.end_frame(self.next + count)
+        images = [self._image(f) for f in islice(self.frames, end - first)]
+        if len(images) < end - first:
+            raise InputError(f"the video changed while it was read: frame {first + len(images)} is gone; run again")
+        starts_scene = self.next == window.scene.start
+        if starts_scene:
+            self.before = []
+        previous = [images[0] if starts_scene else self.before[-1], *images[:-1]]
+        batch = torch.cat(images)
+        motion = estimate_motion(self.flow, batch, torch.cat(previous))
+        if starts_scene:
+            motion[0] = 0
+        self.store.write("motion", first, motion)
+        content = self._encode(batch)[-count:]
+        self.content = content if self.content is None else torch.cat([self.content, content])
+        if self.timeline.factor == 1:
+            self.motion = motion if self.motion is None else torch.cat([self.motion, motion])
+        self.next += count
+        known = self.timeline.end_frame(self.timeline.context(self.next) + 1) - 1 if self._inside(window) else end
+        self.before = [*self.before, *images][-max(1, end - known) :]
+
+    def _inside(self, window: Window) -> bool:
+        return self.timeline.factor > 1 and self.next < window.scene.end
+
+    def _encode(self, batch: Tensor) -> Tensor:
+        factor = self.timeline.factor
+        if factor == 1:
+            return self.backbone.encode(batch)
+        batch = torch.cat([*self.before, batch])
+        missing = -(len(batch) - 1) % factor
+        return self.backbone.encode(torch.cat([batch, batch[-1:].expand(missing, -1, -1, -1)]))
 
     def anchor(self, window: Window) -> Tensor:
         """Content latent ``[1, C, h, w]`` of the scene's anchor frame, of this scene or of the one it returns to."""
@@ -352,9 +408,12 @@ class _Sites:
         """Records that a window is done, with what the next one takes over."""
         tensors: dict[str, Tensor] = {}
         if not window.last:
-            keep = len(state.carried.shared)
-            self.content, self.motion = (v[len(v) - keep :] for v in (self.content, self.motion))
-            tensors = {"shared": state.carried.shared, "content": self.content, "motion": self.motion}
+            keep = state.carried.overlap
+            self.content = self.content[len(self.content) - keep :]
+            tensors = {"shared": state.carried.shared, "content": self.content}
+            if self.motion is not None:
+                self.motion = self.motion[len(self.motion) - keep :]
+                tensors["motion"] = self.motion
             tensors |= {f"moments.{k}": v for k, v in state.carried.moments.items()}
         else:
             state.carried = WindowState()

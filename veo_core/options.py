@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .errors import InputError
+from .style.injection import PRESETS, StyleInjection
 from .video.scenes import Detector
 
 if TYPE_CHECKING:
@@ -19,11 +20,13 @@ class StylizeOptions(BaseModel):
     Attributes:
         steps: denoising steps.
         guidance: classifier-free guidance scale; 1 is off, more exaggerates the style.
-        strength: how far to go from the source (0) to the style (1).
+        strength: how far to go from the plain model (0) to the style (1). Plain veo-mini gives the source back, a plain
+            diffusion model the source redrawn after the prompt alone.
         seed: of the noise; the noise of a frame depends on this and the frame's index alone.
         window: frames denoised together. overlap: frames that two windows share.
         min_scene: shortest scene in frames.
         detector: of cuts.
+        injection: how style enters a model that was not trained for it. denoise: in place of the injection's own.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -36,19 +39,34 @@ class StylizeOptions(BaseModel):
     overlap: int | None = Field(None, ge=0, le=128)
     min_scene: int = Field(1, ge=1)
     detector: Detector = "builtin"
+    injection: StyleInjection = PRESETS["balanced"]
+    denoise: float | None = Field(None, gt=0, le=1)
 
     def for_backbone(self, backbone: Backbone) -> StylizeOptions:
         """The same options with every choice made. Raises InputError when overlap is not below window."""
         own = backbone.defaults
-        chosen = {"steps": own.steps, "guidance": own.guidance, "window": own.window, "overlap": own.overlap}
+        chosen = {
+            "steps": own.steps,
+            "guidance": own.guidance,
+            "window": own.window,
+            "overlap": own.overlap,
+            "denoise": self.injection.denoise,
+        }
         filled = self.model_copy(update={k: v for k, v in chosen.items() if getattr(self, k) is None})
         if filled.overlap > filled.window // 2:
             raise InputError(f"overlap = {filled.overlap} is over half of window = {filled.window}; make it smaller")
         return filled
 
 
-def parse_options(**values: object) -> StylizeOptions:
-    """Options from loose values. Raises InputError that names the option, its value and what it may be."""
+def parse_options(preset: str = "balanced", **values: object) -> StylizeOptions:
+    """Options from loose values. Raises InputError that names the option, its value and what it may be.
+
+    Args:
+        preset: a name in PRESETS for how style enters a model that was not trained for it.
+    """
+    if preset not in PRESETS:
+        raise InputError(f"preset = {preset!r} is unknown; give {', '.join(PRESETS)}")
+    values.setdefault("injection", PRESETS[preset])
     try:
         return StylizeOptions(**values)
     except ValidationError as e:

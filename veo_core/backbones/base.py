@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..layers.st_norm import TemporalContext
-from ..style.encoder import Style
+if TYPE_CHECKING:
+    from ..options import StylizeOptions
+    from ..sampling.sampler import WindowJob
+    from ..style.encoder import Style
+    from ..video.scenes import Survey
 
 
 @dataclass(frozen=True)
@@ -23,32 +25,6 @@ class Defaults:
     overlap: int
 
 
-@dataclass
-class Sites:
-    """What the sites of a model (attention, normalisation, motion) see beside the latents of one window.
-
-    The first entry of every tensor is the scene's anchor frame.
-
-    Attributes:
-        content: latents of the source frames ``[t, C, h, w]``.
-        motion: ``[t, 3, h, w]``, flow to the frame before in latent pixels, and trust in 0..1.
-        temporal: layout of the frames and the moments carried from the window before.
-    """
-
-    content: Tensor
-    motion: Tensor
-    temporal: TemporalContext
-
-
-class Schedule(Protocol):
-    """Steps of a sampler: ``sigmas`` before each step, and ``step(index, x, clean) -> x`` after it."""
-
-    @property
-    def sigmas(self) -> list[float]: ...
-
-    def step(self, index: int, x: Tensor, clean: Tensor) -> Tensor: ...
-
-
 class Backbone(Protocol):
     """A model that stylises latents of frames. Each architecture is one implementation; the engine knows only this.
 
@@ -58,6 +34,7 @@ class Backbone(Protocol):
     Attributes:
         name: for people and manifests. digest: hash of the weights.
         channels, factor, multiple: geometry of the latents.
+        time_factor: frames that share a latent frame, see :class:`~..sampling.timeline.Timeline`.
         defaults: settings that suit it.
         module: all networks, for whoever moves them between devices.
         device: where the networks are now.
@@ -68,6 +45,7 @@ class Backbone(Protocol):
     digest: str
     channels: int
     factor: int
+    time_factor: int
     multiple: int
     defaults: Defaults
     module: torch.nn.Module
@@ -77,25 +55,27 @@ class Backbone(Protocol):
     def device(self) -> torch.device: ...
 
     def encode(self, frames: Tensor) -> Tensor:
-        """Frames to latents, each frame on its own."""
+        """Frames to latents: each frame on its own, or with a time factor r, the first alone and then each r together."""
         ...
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Latents to frames, each frame on its own; not clamped."""
+        """Latents to frames, ``1 + r (n - 1)`` of them; not clamped. With r = 1 each frame is on its own."""
         ...
 
-    def condition(self, style: Style, guidance: float, strength: float) -> Any:
-        """Reads a style once for a whole run. What comes back is passed to ``predict`` as it is."""
+    def condition(self, style: Style, options: StylizeOptions, survey: Survey) -> Any:
+        """Reads a style once for a whole run. What comes back is passed to ``sample`` as it is.
+
+        Raises InputError for a style that this model cannot read.
+        """
         ...
 
-    def schedule(self, steps: int, strength: float) -> Schedule:
-        """A fresh schedule for one window."""
+    def sample(self, condition: Any, job: WindowJob) -> Tensor:
+        """All steps of a window: clean latents ``[t, C, h, w]``, the anchor's first.
+
+        It calls ``job.before_step`` before each step and ``job.fuse`` once a prediction, and leaves no state behind.
+        """
         ...
 
-    def start(self, content: Tensor, noise: Callable[[], Tensor], strength: float) -> Tensor:
-        """Latents before the first step; ``noise()`` draws the noise of these frames where the model wants any."""
-        ...
-
-    def predict(self, x: Tensor, sigma: float, condition: Any, sites: Sites) -> Tensor:
-        """The clean latents ``[t, C, h, w]`` predicted from ``x`` at ``sigma``."""
+    def rehearse(self, x: Tensor, options: StylizeOptions) -> Tensor:
+        """One evaluation of the model on latents ``[t, C, h, w]`` as ``sample`` does it, to measure its memory."""
         ...

@@ -8,17 +8,28 @@ from einops import rearrange
 from torch import Tensor, nn
 
 
-def source_table(frames: int, device: torch.device | None = None) -> Tensor:
-    """Which frames of a batch each frame reads: itself, the one before, the anchor.
+def source_table(
+    frames: int, device: torch.device | None = None, sources: tuple[str, ...] = ("self", "previous", "anchor")
+) -> Tensor:
+    """Which frames of a batch each frame reads.
 
     Args:
         frames: t, the anchor at index 0 included.
+        sources: of ``self``, ``previous``, ``anchor``, ``next``.
 
     Returns:
-        int64 ``[t, 3]``. The anchor reads only itself, so that its features depend on nothing else in the batch.
+        int64 ``[t, s]``. The anchor reads only itself, so that its features depend on nothing else in the batch.
     """
     this = torch.arange(frames, device=device)
-    return torch.stack([this, (this - 1).clamp(min=0), torch.zeros_like(this)], dim=1)
+    columns = {
+        "self": this,
+        "previous": (this - 1).clamp(min=0),
+        "anchor": torch.zeros_like(this),
+        "next": (this + 1).clamp(max=frames - 1),
+    }
+    table = torch.stack([columns[s] for s in sources], dim=1)
+    table[0] = 0
+    return table
 
 
 def cross_frame_attention(q: Tensor, k: Tensor, v: Tensor, sources: Tensor, style_k: Tensor, style_v: Tensor) -> Tensor:

@@ -66,6 +66,60 @@ def temporal_reference(moments: Tensor, start: Tensor, rate: float) -> Tensor:
     return torch.einsum("ts,bsmc->btmc", weights, moments) + decay[None, :, None, None] * start[:, None]
 
 
+def carried_reference(moments: Tensor, context: TemporalContext, key: str, rate: float) -> Tensor:
+    """The running reference of a layer, from where the window before left it; the anchor's is its own moments.
+
+    Args:
+        moments: ``[b, t, 2, C]``, the anchor's first. Others as of :func:`temporal_reference`.
+        key: of the layer; the reference at ``context.hand_over`` is left under it.
+    """
+    anchor, window = moments[:, :1], moments[:, 1:]
+    key = context.scope + key
+    start = context.carry.get(key)
+    reference = temporal_reference(window, anchor[:, 0] if start is None else start, rate)
+    if context.hand_over is not None:
+        context.handed[key] = reference[:, context.hand_over].detach()
+    return torch.cat([anchor, reference], dim=1)
+
+
+def calibrate(
+    h: Tensor,
+    context: TemporalContext,
+    key: str,
+    amount: float,
+    style: Tensor | None = None,
+    rate: float = 0.1,
+    steadiness: float = 0.88,
+    eps: float = 1e-6,
+) -> Tensor:
+    """ST-Norm without training: ``(1 - a) h + a ((h - mean) / std * std_s + mean_s)``.
+
+    With a style, mean and std are blended between the frame's own (1 - steadiness) and the clip's, and mean_s and std_s
+    are the style's. Without one they are the frame's own, and the clip's.
+
+    Args:
+        h: features ``[(b t), C, H, W]``, the anchor's first in each clip.
+        amount: a; 0 gives ``h`` itself.
+        style: raw moments ``[2, C]``.
+    """
+    if amount == 0:
+        return h
+    moments = frame_moments(h, context.frames)
+    reference = carried_reference(moments, context, key, rate) if context.frames > 1 else moments
+    target = reference
+    if style is not None:
+        moments, target = torch.lerp(moments, reference, steadiness), style.float().expand_as(moments)
+    (mean, std), (to_mean, to_std) = (_mean_std(m, eps) for m in (moments, target))
+    scale = torch.lerp(torch.ones_like(std), to_std / std, amount)
+    shift = torch.lerp(mean, to_mean, amount) - mean * scale
+    return torch.addcmul(shift.to(h.dtype), h, scale.to(h.dtype))
+
+
+def _mean_std(moments: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    mean, second = rearrange(moments, "b t m c -> m (b t) c 1 1")
+    return mean, (second - mean.square()).clamp(min=0).add(eps).sqrt()
+
+
 class STNorm(nn.Module):
     """Normalises each frame by moments blended between the frame's own and the clip's, then applies the style's affine.
 
@@ -92,21 +146,11 @@ class STNorm(nn.Module):
         """``h [(b t), C, H, W]``, ``condition [b, D]`` -> the shape and dtype of ``h``."""
         moments = frame_moments(h, context.frames)
         if context.frames > 1:
-            reference = self._reference(moments, context)
+            reference = carried_reference(moments, context, self.key, self.rate)
             lam = torch.sigmoid(self.theta.float())
             moments = torch.lerp(moments, reference, lam)
-        mean, second = rearrange(moments, "b t m c -> m (b t) c 1 1")
-        std = (second - mean.square()).clamp(min=0).add(self.eps).sqrt()
+        mean, std = _mean_std(moments, self.eps)
         gamma, beta = self.affine(condition).float().chunk(2, dim=-1)
         gamma, beta = (x.repeat_interleave(context.frames, 0)[..., None, None] for x in (gamma, beta))
         scale = (1 + gamma) / std
         return torch.addcmul((beta - mean * scale).to(h.dtype), h, scale.to(h.dtype))
-
-    def _reference(self, moments: Tensor, context: TemporalContext) -> Tensor:
-        anchor, window = moments[:, :1], moments[:, 1:]
-        key = context.scope + self.key
-        start = context.carry.get(key)
-        reference = temporal_reference(window, anchor[:, 0] if start is None else start, self.rate)
-        if context.hand_over is not None:
-            context.handed[key] = reference[:, context.hand_over].detach()
-        return torch.cat([anchor, reference], dim=1)

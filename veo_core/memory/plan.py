@@ -9,12 +9,12 @@ from functools import partial
 import psutil
 import torch
 
-from ..backbones.base import Backbone, Sites
+from ..backbones.base import Backbone
 from ..errors import BudgetError
-from ..layers.st_norm import TemporalContext
 from ..motion.flow import STRIDE, FlowNet
 from ..motion.fusion import MOTION_CHANNELS, TemporalFusion, estimate_motion
-from ..style.encoder import Style
+from ..options import StylizeOptions
+from ..sampling.timeline import CONTEXT
 from .trace import traced_peak
 
 MIB = 1 << 20
@@ -91,21 +91,20 @@ def make_plan(
     backbone: Backbone,
     flow: FlowNet,
     size: tuple[int, int],
-    window: int,
+    options: StylizeOptions,
     budget: int | None = None,
-    guidance: float = 1.0,
 ) -> MemoryPlan:
     """Chooses the largest chunks that fit.
 
     Args:
         size: width and height of the frames.
-        window: frames denoised together.
+        options: of the run, every choice made.
         budget: bytes on the model's device, its weights included; None takes what is free.
 
     Raises:
         BudgetError: names the smallest budget that works.
     """
-    peaks = StagePeaks(backbone, flow, padded_size(size, backbone.multiple), window, guidance)
+    peaks = StagePeaks(backbone, flow, padded_size(size, backbone.multiple), options)
     device = backbone.device
     weights = backbone.weight_bytes + sum(p.nbytes for p in flow.parameters())
     weights += CUDA_FIXED if device.type == "cuda" else HOST_FIXED
@@ -117,7 +116,7 @@ def make_plan(
     if encode is None or decode is None or weights + denoise > budget:
         least = weights + max(peaks.peak("encode"), peaks.peak("decode"), denoise)
         raise BudgetError(
-            f"memory budget = {_mib(budget)} is too small for {size[0]}x{size[1]} frames in windows of {window}; "
+            f"memory budget = {_mib(budget)} is too small for {size[0]}x{size[1]} frames in windows of {options.window}; "
             f"the smallest that works is {_mib(-(-least // MIB) * MIB)}. Give that much, or make the frames or the window smaller."
         )
     stages = {"encode": peaks.peak("encode", encode), "denoise": denoise, "decode": peaks.peak("decode", decode)}
@@ -132,8 +131,9 @@ class StagePeaks:
     ``jobs`` gives the computations themselves, so that a benchmark can run them for real.
     """
 
-    def __init__(self, backbone: Backbone, flow: FlowNet, padded: tuple[int, int], window: int, guidance: float):
-        self.backbone, self.flow, self.window, self.guidance = backbone, flow, window, guidance
+    def __init__(self, backbone: Backbone, flow: FlowNet, padded: tuple[int, int], options: StylizeOptions):
+        self.backbone, self.flow, self.options = backbone, flow, options
+        self.window = self._latents(options.window) - (CONTEXT if backbone.time_factor > 1 else 0)
         self.width, self.height = padded
         self.latent = (backbone.channels, self.height // backbone.factor, self.width // backbone.factor)
         self._traced: dict[tuple[str, int], int] = {}
@@ -159,6 +159,11 @@ class StagePeaks:
         c, h, w = self.latent
         return 4 * (c * h * w + MOTION_CHANNELS * self.height * self.width // STRIDE**2)
 
+    def _latents(self, count: int) -> int:
+        """Latent frames at most that so many frames take, those before them that a causal autoencoder needs included."""
+        factor = self.backbone.time_factor
+        return count if factor == 1 else CONTEXT + 1 + -(-(count - 1) // factor)
+
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, device=self.backbone.device)
 
@@ -169,22 +174,20 @@ class StagePeaks:
         return (self.window + 1) * (self.disk + 4 * 2 * c * h * w)
 
     def _encode(self, count: int) -> object:
-        frames = self._empty(count + 1, 3, self.height, self.width)
-        motion = estimate_motion(self.flow, frames[1:], frames[:-1])
-        return motion, self.backbone.encode(frames[1:])
+        factor = self.backbone.time_factor
+        before = 1 if factor == 1 else (CONTEXT - 1) * factor + 1
+        frames = self._empty(count + before, 3, self.height, self.width)
+        motion = estimate_motion(self.flow, frames[before:], frames[before - 1 : -1])
+        return motion, self.backbone.encode(frames if factor > 1 else frames[1:])
 
     def _denoise(self) -> object:
         frames = self.window + 1
-        x, content = self._empty(frames, *self.latent), self._empty(frames, *self.latent)
-        motion = self._empty(frames, MOTION_CHANNELS, *self.latent[1:])
-        picture = torch.zeros(3, 256, 256)
-        condition = self.backbone.condition(Style((picture,), (1.0,)), self.guidance, 1.0)
-        sites = Sites(content, motion, TemporalContext(frames=frames))
-        return self.backbone.predict(x, 1.0, condition, sites)
+        content, motion = (self._empty(frames, c, *self.latent[1:]) for c in (self.latent[0], MOTION_CHANNELS))
+        return content, motion, self.backbone.rehearse(self._empty(frames, *self.latent), self.options)
 
     def _decode(self, count: int) -> object:
         fusion = TemporalFusion(self._empty(1, 3, self.height, self.width))
-        decoded = self.backbone.decode(self._empty(count, *self.latent))
+        decoded = self.backbone.decode(self._empty(self._latents(count), *self.latent))[-count:]
         motion = self._empty(count, MOTION_CHANNELS, self.height // STRIDE, self.width // STRIDE)
         fused = torch.cat([fusion(decoded[i : i + 1], motion[i : i + 1]) for i in range(count)])
         return fused.clamp(0, 1)

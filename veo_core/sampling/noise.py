@@ -19,9 +19,10 @@ def frame_noise(seed: int, frames: range, shape: tuple[int, ...]) -> Tensor:
     Returns:
         float32 ``[len(frames), *shape]`` on the CPU.
     """
-    return torch.stack([torch.randn(shape, generator=_generator(seed, frame)) for frame in frames])
+    return torch.stack([torch.randn(shape, generator=frame_generator(seed, frame)) for frame in frames])
 
 
-def _generator(seed: int, frame: int) -> torch.Generator:
-    key = hashlib.blake2b(f"{seed}:{frame}".encode(), digest_size=8).digest()
+def frame_generator(seed: int, frame: int, use: str = "") -> torch.Generator:
+    """A CPU generator whose draws depend on the seed, the absolute frame and what they are used for."""
+    key = hashlib.blake2b(f"{seed}:{frame}{use and ':' + use}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)

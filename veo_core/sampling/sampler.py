@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..backbones.base import Backbone, Sites
 from ..layers.st_norm import TemporalContext
-from .noise import frame_noise
+from .noise import frame_generator, frame_noise
 from .windows import Window, blend_shared
+
+if TYPE_CHECKING:
+    from ..backbones.base import Backbone
+    from ..options import StylizeOptions
 
 
 @dataclass
@@ -19,63 +23,87 @@ class WindowState:
     """What one window leaves to the next of its scene.
 
     Attributes:
-        shared: result for the frames that both hold ``[n, C, h, w]``; empty at a scene's first window.
+        shared: the clean latents that were predicted at each step for the frames that both hold ``[s, n, C, h, w]``;
+            None at a scene's first window.
         moments: ST-Norm's reference moments by layer.
     """
 
     shared: Tensor | None = None
     moments: dict[str, Tensor] = field(default_factory=dict)
 
+    @property
+    def overlap(self) -> int:
+        """How many frames both windows hold."""
+        return 0 if self.shared is None else self.shared.shape[1]
 
-@torch.no_grad()
-def denoise_window(
-    backbone: Backbone,
-    condition: object,
-    window: Window,
-    stride: int,
-    content: Tensor,
-    motion: Tensor,
-    anchor: Tensor,
-    state: WindowState,
-    *,
-    steps: int,
-    strength: float,
-    seed: int,
-    before_step: Callable[[int], None],
-) -> tuple[Tensor, WindowState]:
-    """All steps of a window, its scene's anchor frame beside it in every batch.
 
-    Frames shared with the window before are cross-faded in the predicted clean latents at every step, never in noisy
-    ones and never through pixels.
+@dataclass
+class WindowJob:
+    """One window to denoise, its scene's anchor frame first in every tensor and list.
 
-    Args:
-        stride: frames from this window's start to the next one's.
-        content: source latents ``[n, C, h, w]``. motion: ``[n, 3, h, w]`` in latent pixels.
-        anchor: source latent of the scene's anchor frame ``[1, C, h, w]``.
+    Attributes:
+        window: which latent frames. scene: index of its scene.
+        frames: the absolute frame that each latent frame stands for, the anchor's first.
+        content: source latents ``[t, C, h, w]``.
+        motion: ``[t, 3, h, w]``, flow to the frame before in latent pixels, and trust in 0..1; None where latent frames
+            stand for several frames each.
+        stride: latent frames from this window's start to the next one's.
+        options: of the run, every choice made.
         state: left by the window before.
         before_step: called with the number of each step; may raise to interrupt.
+    """
+
+    window: Window
+    scene: int
+    frames: list[int]
+    content: Tensor
+    motion: Tensor | None
+    stride: int
+    options: StylizeOptions
+    state: WindowState
+    before_step: Callable[[int], None]
+
+    def __post_init__(self) -> None:
+        self._handed: dict[str, Tensor] = {}
+        self._predicted: list[Tensor] = []
+
+    def noise(self) -> Tensor:
+        """The frames' own noise ``[t, C, h, w]``."""
+        shape = tuple(self.content.shape[1:])
+        seed = self.options.seed
+        return torch.cat([frame_noise(seed, range(f, f + 1), shape) for f in self.frames]).to(self.content)
+
+    def generators(self) -> list[torch.Generator]:
+        """A fresh generator for each frame, for steps that add noise: what it draws depends on seed, frame and step."""
+        return [frame_generator(self.options.seed, f, "steps") for f in self.frames]
+
+    def temporal(self, index: int) -> TemporalContext:
+        """Layout of the frames at a step, and the moments carried from the window before."""
+        hand_over = None if self.window.last else self.stride - 1
+        return TemporalContext(len(self.content), self.state.moments, hand_over, f"{index}.", self._handed)
+
+    def fuse(self, index: int, clean: Tensor) -> Tensor:
+        """Cross-fades the clean latents predicted at a step with those that the window before predicted at that step.
+
+        Call it once a model evaluation, in order. Never for noisy latents, and never through pixels.
+        """
+        if self.state.shared is not None:
+            shared = slice(1, 1 + self.state.overlap)
+            clean = torch.cat([clean[:1], blend_shared(self.state.shared[index], clean[shared]), clean[shared.stop :]])
+        if not self.window.last:
+            self._predicted.append(clean[1 + self.stride :].clone())
+        return clean
+
+    def left(self) -> WindowState:
+        """What the next window takes over."""
+        return WindowState(None if self.window.last else torch.stack(self._predicted), self._handed)
+
+
+@torch.no_grad()
+def denoise_window(backbone: Backbone, condition: object, job: WindowJob) -> tuple[Tensor, WindowState]:
+    """All steps of a window, its scene's anchor frame beside it.
 
     Returns:
-        Clean latents ``[n, C, h, w]``, and what the next window needs.
+        Clean latents of the window without the anchor ``[n, C, h, w]``, and what the next window needs.
     """
-    n, shape = len(content), tuple(content.shape[1:])
-    content = torch.cat([anchor, content])
-    # In the batch the anchor stands before the window's first frame; no motion leads from one to the other.
-    motion = torch.cat([torch.zeros_like(motion[:1]).expand(2, -1, -1, -1), motion[1:]])
-    handed: dict[str, Tensor] = {}
-    frames = [window.scene.anchor, *range(window.start, window.end)]
-
-    def noise() -> Tensor:
-        return torch.cat([frame_noise(seed, range(f, f + 1), shape) for f in frames]).to(content)
-
-    schedule = backbone.schedule(steps, strength)
-    x = clean = backbone.start(content, noise, strength)
-    for index, sigma in enumerate(schedule.sigmas):
-        before_step(index)
-        temporal = TemporalContext(n + 1, state.moments, None if window.last else stride - 1, f"{index}.", handed)
-        clean = backbone.predict(x, sigma, condition, Sites(content, motion, temporal))
-        if state.shared is not None:
-            shared = slice(1, 1 + len(state.shared))
-            clean[shared] = blend_shared(state.shared, clean[shared])
-        x = schedule.step(index, x, clean)
-    return clean[1:], WindowState(None if window.last else clean[1 + stride :].clone(), handed)
+    return backbone.sample(condition, job)[1:], job.left()

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import TYPE_CHECKING
+
 import numpy as np
+import torch
 from torch import Tensor
+
+from ..errors import InputError
+
+if TYPE_CHECKING:
+    from diffusers import SchedulerMixin
 
 
 class FlowSchedule:
@@ -30,3 +39,123 @@ class FlowSchedule:
         """From ``x`` at step ``index`` towards the predicted ``clean`` latents; steps come in order."""
         sigma = self.scheduler.sigmas[index].to(x)
         return self.scheduler.step((x - clean) / sigma, self.scheduler.timesteps[index], x, return_dict=False)[0]
+
+
+# Names as ComfyUI's samplers and schedulers have them.
+SAMPLERS: dict[str, tuple[str, dict[str, object]]] = {
+    "ddim": ("DDIMScheduler", {}),
+    "euler": ("EulerDiscreteScheduler", {}),
+    "euler_ancestral": ("EulerAncestralDiscreteScheduler", {}),
+    "heun": ("HeunDiscreteScheduler", {}),
+    "dpmpp_2m": ("DPMSolverMultistepScheduler", {}),
+    "dpmpp_2m_sde": ("DPMSolverMultistepScheduler", {"algorithm_type": "sde-dpmsolver++"}),
+    "uni_pc": ("UniPCMultistepScheduler", {}),
+    "lcm": ("LCMScheduler", {}),
+}
+SPACINGS: dict[str, dict[str, object]] = {
+    "normal": {},
+    "karras": {"use_karras_sigmas": True},
+    "exponential": {"use_exponential_sigmas": True},
+    "sgm_uniform": {"timestep_spacing": "trailing"},
+}
+
+
+class DiffusionSchedule:
+    """Steps of a noise-predicting or velocity-predicting model, by diffusers' schedulers.
+
+    ``model_input`` is variance preserving, ``x_t = a x_0 + s e`` with ``a^2 + s^2 = 1``, whatever the scheduler keeps.
+
+    Args:
+        config: the model's noise schedule, as diffusers keeps it in scheduler_config.json.
+        sampler: a name in SAMPLERS. spacing: a name in SPACINGS.
+        steps: of the whole schedule.
+        denoise: share of it that is done, from its end: of 20 steps at 0.5 the last 10.
+        device: of the latents.
+        generators: one a frame, for samplers that add noise.
+
+    Raises:
+        InputError: an unknown name, or a spacing that the sampler cannot do.
+    """
+
+    def __init__(
+        self,
+        config: dict[str, object],
+        sampler: str,
+        spacing: str,
+        steps: int,
+        denoise: float,
+        device: torch.device,
+        generators: list[torch.Generator] | None = None,
+    ):
+        self.scheduler = make_scheduler(config, sampler, spacing)
+        self._generators = {} if generators is None else {"generator": generators}
+        if "generator" not in inspect.signature(self.scheduler.step).parameters:
+            self._generators = {}
+        self.scheduler.set_timesteps(steps, device=device)
+        done = min(max(1, int(steps * denoise)), steps)
+        self._begin = (steps - done) * self.scheduler.order
+        self.scheduler.set_begin_index(self._begin) if hasattr(self.scheduler, "set_begin_index") else None
+        self.timesteps = self.scheduler.timesteps[self._begin :]
+
+    def __len__(self) -> int:
+        return len(self.timesteps)
+
+    def level(self, index: int) -> tuple[float, float]:
+        """``(a, s)`` of the latents before a step."""
+        if hasattr(self.scheduler, "sigmas"):
+            sigma = float(self.scheduler.sigmas[self._begin + index])
+            a = (1 + sigma**2) ** -0.5
+            return a, sigma * a
+        a = float(self.scheduler.alphas_cumprod[int(self.timesteps[index])]) ** 0.5
+        return a, (1 - a**2) ** 0.5
+
+    def start(self, content: Tensor, noise: Tensor) -> Tensor:
+        """Content with the noise of the first step."""
+        return self.scheduler.add_noise(content, noise, self.timesteps[:1].expand(len(content)))
+
+    def from_variance_preserving(self, x: Tensor) -> Tensor:
+        """Latents ``a x_0 + s e`` at the first step's level in the form that the scheduler keeps."""
+        return x / self.level(0)[0] if self._keeps_exploding() else x
+
+    def _keeps_exploding(self) -> bool:
+        return type(self.scheduler).__name__.startswith(("Euler", "Heun"))
+
+    def model_input(self, index: int, x: Tensor) -> Tensor:
+        """What the model is given for the latents before a step."""
+        return self.scheduler.scale_model_input(x, self.timesteps[index])
+
+    def clean(self, index: int, model_input: Tensor, output: Tensor) -> Tensor:
+        """The clean latents that a model's output stands for (Salimans and Ho 2022, appendix D)."""
+        a, s = self.level(index)
+        if self.scheduler.config.prediction_type == "v_prediction":
+            return a * model_input - s * output
+        return (model_input - s * output) / a
+
+    def output(self, index: int, model_input: Tensor, clean: Tensor) -> Tensor:
+        """The model's output that stands for clean latents; the inverse of :meth:`clean`."""
+        a, s = self.level(index)
+        if self.scheduler.config.prediction_type == "v_prediction":
+            return (a * model_input - clean) / s
+        return (model_input - a * clean) / s
+
+    def step(self, index: int, x: Tensor, output: Tensor) -> Tensor:
+        """The latents after a step; steps come in order."""
+        return self.scheduler.step(output, self.timesteps[index], x, return_dict=False, **self._generators)[0]
+
+
+def make_scheduler(config: dict[str, object], sampler: str, spacing: str) -> SchedulerMixin:
+    """diffusers' scheduler of these names. Raises InputError for an unknown one, or a spacing that it cannot do."""
+    import diffusers
+
+    for what, name, known in (("sampler", sampler, SAMPLERS), ("scheduler", spacing, SPACINGS)):
+        if name not in known:
+            raise InputError(f"{what} = {name!r} is unknown; give {', '.join(known)}")
+    name, settings = SAMPLERS[sampler]
+    kind = getattr(diffusers, name)
+    settings = settings | SPACINGS[spacing]
+    taken = inspect.signature(kind.__init__).parameters
+    if refused := [s for s in settings if s not in taken]:
+        raise InputError(
+            f"scheduler = {spacing!r} does not go with sampler = {sampler!r} ({refused[0]}); give 'normal'"
+        )
+    return kind.from_config({k: v for k, v in config.items() if k in taken} | settings)

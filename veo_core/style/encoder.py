@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from ..errors import InputError
+from .prompts import Prompts, join_prompts
 
 SHORT_SIDE = 512
 MAX_PIXELS = 200_000_000
@@ -20,49 +21,58 @@ MAX_PIXELS = 200_000_000
 
 @dataclass(frozen=True)
 class Style:
-    """One or more style pictures.
+    """Style pictures, words, or both.
 
     Attributes:
         pictures: float32 ``[3, H, W]`` in 0..1 each, short side at most 512.
         weights: share of each, not negative, sum 1.
         weight: how strongly the style as a whole is applied; 0 is none, 1 as it is, more exaggerates.
+        prompts: words, for models that read them.
     """
 
     pictures: tuple[Tensor, ...]
     weights: tuple[float, ...]
     weight: float = 1.0
+    prompts: Prompts = field(default_factory=Prompts)
 
     @property
     def digest(self) -> str:
-        """Hash of pictures and weights."""
-        hashed = hashlib.sha256(repr((self.weights, self.weight)).encode())
+        """Hash of pictures, weights and words."""
+        hashed = hashlib.sha256(repr((self.weights, self.weight, self.prompts)).encode())
         for picture in self.pictures:
             hashed.update(repr(tuple(picture.shape)).encode() + picture.mul(255).round().byte().numpy().tobytes())
         return hashed.hexdigest()
 
 
-def style_from_tensors(pictures: list[Tensor], weights: list[float] | None = None, weight: float = 1.0) -> Style:
-    """A style from pictures in memory.
+def style_from_tensors(
+    pictures: list[Tensor],
+    weights: list[float] | None = None,
+    weight: float = 1.0,
+    prompts: Prompts | None = None,
+) -> Style:
+    """A style from pictures in memory, words, or both.
 
     Args:
         pictures: float ``[3, H, W]`` in 0..1, any device.
         weights: how much each counts; equal when missing.
         weight: of the whole, 0 to 2.
+        prompts: words.
 
     Raises:
-        InputError: no picture, a side under 8 pixels, values that are not finite, weights that do not fit.
+        InputError: neither picture nor words, a side under 8 pixels, values that are not finite, weights that do not fit.
     """
-    if not pictures:
-        raise InputError("no style picture was given; give at least one")
+    prompts = prompts or Prompts()
+    if not pictures and not prompts:
+        raise InputError("no style was given; give at least one style picture, or a style in words")
     weights = [1.0] * len(pictures) if weights is None else list(weights)
-    if len(weights) != len(pictures) or min(weights) < 0 or not 0 < sum(weights) < float("inf"):
+    if pictures and (len(weights) != len(pictures) or min(weights) < 0 or not 0 < sum(weights) < float("inf")):
         raise InputError(
             f"style weights = {weights} do not fit {len(pictures)} pictures; give one each, none negative, not all 0"
         )
     if not 0 <= weight <= 2:
         raise InputError(f"style weight = {weight} is out of range; give 0 to 2")
     kept = tuple(_prepared(p, f"style picture {i + 1}") for i, p in enumerate(pictures))
-    return Style(kept, tuple(w / sum(weights) for w in weights), weight)
+    return Style(kept, tuple(w / sum(weights) for w in weights), weight, prompts)
 
 
 def _prepared(picture: Tensor, name: str) -> Tensor:
@@ -78,9 +88,30 @@ def _prepared(picture: Tensor, name: str) -> Tensor:
     return picture.clamp(0, 1).contiguous()
 
 
-def load_style(paths: list[str | Path], weights: list[float] | None = None) -> Style:
+def load_style(
+    paths: list[str | Path], weights: list[float] | None = None, weight: float = 1.0, prompts: Prompts | None = None
+) -> Style:
     """A style from picture files. Raises InputError that names the file that is missing, empty, damaged or too large."""
-    return style_from_tensors([_load_picture(Path(p)) for p in paths], weights)
+    return style_from_tensors([_load_picture(Path(p)) for p in paths], weights, weight, prompts)
+
+
+def blend_styles(styles: list[Style], weights: list[float]) -> Style:
+    """One style out of several: all their pictures, each weighing its share in its style times its style's weight.
+
+    Words are joined, weighted where the shares differ. Raises InputError when no style has any weight.
+    """
+    if len(styles) != len(weights) or min(weights) < 0 or not 0 < sum(weights) < float("inf"):
+        raise InputError(f"blend weights = {weights} do not fit {len(styles)} styles; none negative, not all 0")
+    kept = [(s, w / sum(weights)) for s, w in zip(styles, weights, strict=True) if w]
+    pictures = [p for s, _ in kept for p in s.pictures]
+    shares = [share * v for s, share in kept for v in s.weights]
+    total = sum(share for s, share in kept if s.pictures) or 1.0
+    return Style(
+        tuple(pictures),
+        tuple(v / total for v in shares),
+        sum(s.weight * share for s, share in kept),
+        join_prompts([(s.prompts, share * len(kept)) for s, share in kept]),
+    )
 
 
 def _load_picture(path: Path) -> Tensor:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ...errors import ModelError
+from ...errors import InputError, ModelError
+from ...layers.st_norm import TemporalContext
+from ...motion.fusion import MOTION_CHANNELS
+from ...options import StylizeOptions
 from ...sampling.guidance import guide
+from ...sampling.sampler import WindowJob
 from ...sampling.schedule import FlowSchedule
 from ...style.encoder import Style
-from ..base import Defaults, Sites
+from ...video.scenes import Survey
+from ...weights_file import Header, describe, digest, read_header
+from ..base import Defaults
 from .autoencoder import FACTOR, LATENT_CHANNELS
 from .network import MiniNetwork
 from .style_path import PICTURE_SIZE
@@ -27,13 +30,9 @@ BUNDLED = Path(__file__).parents[2] / "weights" / "veo-mini.safetensors"
 _SIGNATURE = ("unet.motion.temporal.weight", "autoencoder.latent_mean", "flow.stem.0.0.weight")
 
 
-def detect(path: Path) -> bool:
+def detect(header: Header) -> bool:
     """Whether a safetensors file holds veo-mini, told by its keys alone; nothing is loaded. No false negatives."""
-    try:
-        with safe_open(path, "pt") as file:
-            return set(_SIGNATURE) <= set(file.keys())
-    except (OSError, SafetensorError):
-        return False
+    return set(_SIGNATURE) <= set(header)
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,7 @@ class MiniBackbone:
     name = "veo-mini"
     channels = LATENT_CHANNELS
     factor = FACTOR
+    time_factor = 1
     multiple = FACTOR
     defaults = Defaults(steps=1, guidance=1.0, window=12, overlap=4)
 
@@ -75,28 +75,51 @@ class MiniBackbone:
     def decode(self, latents: Tensor) -> Tensor:
         return self.net.autoencoder.decode(latents)
 
-    def condition(self, style: Style, guidance: float, strength: float) -> MiniCondition:
+    def condition(self, style: Style, options: StylizeOptions, survey: Survey) -> MiniCondition:
+        if not style.pictures:
+            raise InputError(
+                "style has no picture, and veo-mini reads pictures only; "
+                "give a style picture, or use a Stable Diffusion checkpoint for a style in words"
+            )
         codes = [
             self.net.style_code(_crops(p).to(self.device)).mean(0) * w
             for p, w in zip(style.pictures, style.weights, strict=True)
         ]
         vector = self.net.mapping(torch.stack(codes).sum(0, keepdim=True))
-        return MiniCondition(torch.lerp(self.net.mapping.null[None], vector, style.weight), guidance, strength)
+        vector = torch.lerp(self.net.mapping.null[None], vector, style.weight)
+        return MiniCondition(vector, options.guidance, options.strength)
 
-    def schedule(self, steps: int, strength: float) -> FlowSchedule:
-        return FlowSchedule(steps)
+    def sample(self, condition: MiniCondition, job: WindowJob) -> Tensor:
+        schedule = FlowSchedule(job.options.steps)
+        x = clean = job.content
+        for index, sigma in enumerate(schedule.sigmas):
+            job.before_step(index)
+            clean = self._predict(x, sigma, condition, job.content, job.motion, job.temporal(index))
+            clean = job.fuse(index, clean)
+            x = schedule.step(index, x, clean)
+        return clean
 
-    def start(self, content: Tensor, noise: Callable[[], Tensor], strength: float) -> Tensor:
-        return content
+    def rehearse(self, x: Tensor, options: StylizeOptions) -> Tensor:
+        condition = MiniCondition(self.net.mapping.null[None], options.guidance, 1.0)
+        motion = x.new_empty(len(x), MOTION_CHANNELS, *x.shape[2:])
+        return self._predict(x, 1.0, condition, torch.empty_like(x), motion, TemporalContext(len(x)))
 
-    def predict(self, x: Tensor, sigma: float, condition: MiniCondition, sites: Sites) -> Tensor:
+    def _predict(
+        self,
+        x: Tensor,
+        sigma: float,
+        condition: MiniCondition,
+        content: Tensor,
+        motion: Tensor,
+        temporal: TemporalContext,
+    ) -> Tensor:
         at = torch.full((1,), sigma, device=x.device)
-        clean = self.net.predict(x, sites.content, sites.motion, condition.style, at, sites.temporal)
+        clean = self.net.predict(x, content, motion, condition.style, at, temporal)
         if condition.guidance != 1:
-            temporal = replace(sites.temporal, scope=sites.temporal.scope + "plain.")
-            plain = self.net.predict(x, sites.content, sites.motion, self.net.mapping.null[None], at, temporal)
+            temporal = replace(temporal, scope=temporal.scope + "plain.")
+            plain = self.net.predict(x, content, motion, self.net.mapping.null[None], at, temporal)
             clean = guide(clean, plain, condition.guidance)
-        return torch.lerp(sites.content, clean, condition.strength)
+        return torch.lerp(content, clean, condition.strength)
 
 
 def _crops(picture: Tensor) -> Tensor:
@@ -120,10 +143,11 @@ def load(path: Path = BUNDLED, device: torch.device | str = "cpu") -> MiniBackbo
     Raises:
         ModelError: the file is missing, damaged, or holds another kind of model.
     """
-    if not path.is_file():
-        raise ModelError(f"{path} does not exist; give a safetensors file, or leave the model out for the bundled one")
-    if not detect(path):
-        raise ModelError(f"{path} is not veo-mini: {_kind(path)}. Give veo-mini.safetensors as it came with the pack")
+    header = read_header(path, "veo-mini.safetensors as it came with the pack")
+    if not detect(header):
+        raise ModelError(
+            f"{path} is not veo-mini: {describe(header)}. Give veo-mini.safetensors as it came with the pack"
+        )
     try:
         state = load_file(path)
         net = MiniNetwork()
@@ -134,22 +158,4 @@ def load(path: Path = BUNDLED, device: torch.device | str = "cpu") -> MiniBackbo
         ) from e
     if any(not v.isfinite().all() for v in net.state_dict().values()):
         raise ModelError(f"{path} holds values that are not finite; download it again")
-    return MiniBackbone(net.to(device), _digest(path, path.stat().st_mtime_ns))
-
-
-def _kind(path: Path) -> str:
-    with path.open("rb") as file:
-        head = file.read(8)
-    if head[:2] in (b"PK", b"\x80\x02", b"\x80\x04"):
-        return "it is a pickle or zip archive, which is never loaded"
-    try:
-        with safe_open(path, "pt") as file:
-            keys = list(file.keys())
-    except (OSError, SafetensorError) as e:
-        return f"it is not a whole safetensors file ({e})"
-    return f"its keys are those of another model ({', '.join(keys[:3])}, ...)"
-
-
-@cache
-def _digest(path: Path, modified: int) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return MiniBackbone(net.to(device), digest(path))

@@ -1,0 +1,317 @@
+"""Stable Diffusion: the plain model bit for bit, windows, coherence, files."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from comfyui_veostyle.veo_core.options import StylizeOptions, parse_options
+from comfyui_veostyle.veo_core.sampling.sampler import WindowJob, WindowState, denoise_window
+from comfyui_veostyle.veo_core.sampling.windows import windows_of
+from comfyui_veostyle.veo_core.style.encoder import Style
+from comfyui_veostyle.veo_core.style.prompts import parse_prompts
+from comfyui_veostyle.veo_core.video.scenes import Scene, Survey
+
+from . import tiny
+
+
+def survey_of(frames):
+    times = tuple(torch.arange(frames).tolist())
+    return Survey(times, frames, (Scene(0, frames, 0),))
+
+
+def words(text="a red house", negative="blurry"):
+    return Style((), (), prompts=parse_prompts(text, negative))
+
+
+def picture(seed=0):
+    return torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(seed))
+
+
+def run(model, style, frames, options=None, window=None, overlap=0, content=None, watch=None):
+    """All windows of a scene, as the engine does them: ``[frames, 4, h, w]``."""
+    options = (options or StylizeOptions()).model_copy(update={"window": window or frames, "overlap": overlap})
+    options = options.for_backbone(model)
+    content = moving(frames) if content is None else content
+    condition = model.condition(style, options, survey_of(frames))
+    state, out = WindowState(), []
+    for w in windows_of((Scene(0, frames, 0),), options.window, overlap):
+        job = WindowJob(
+            w, 0, [0, *range(w.start, w.end)], torch.cat([content[:1], content[w.start : w.end]]), None,
+            options.window - overlap, options, state, watch or (lambda step: None),
+        )  # fmt: skip
+        latents, state = denoise_window(model, condition, job)
+        out.append(latents[: len(latents) - state.overlap])
+    return torch.cat(out)
+
+
+def moving(frames, size=8, seed=0):
+    """Latents that slide by a little each frame."""
+    generator = torch.Generator().manual_seed(seed)
+    field = torch.nn.functional.interpolate(
+        torch.randn(1, 4, 4, 8, generator=generator), (size, size * 4), mode="bicubic"
+    )[0]
+    return torch.stack([field[:, :, i // 2 : i // 2 + size] for i in range(frames)])
+
+
+@pytest.fixture(scope="module", params=["sd15", "sdxl"])
+def model(request):
+    return tiny.backbone(request.param)
+
+
+def plain_diffusers(model, options, style, content, monkeypatch):
+    """diffusers' own image-to-image pipeline on the same latents, noise and embeddings."""
+    import diffusers
+    from comfyui_veostyle.veo_core.sampling.noise import frame_noise
+    from comfyui_veostyle.veo_core.sampling.schedule import make_scheduler
+
+    frames = len(content)
+    embeddings = model.condition(style, options, survey_of(frames - 1)).embeddings
+    noise = torch.cat([frame_noise(options.seed, range(f, f + 1), (4, 8, 8)) for f in (0, *range(frames - 1))])
+    scheduler = make_scheduler(model.schedule_config, model.sampler, model.scheduler)
+    common = {"vae": model.vae, "unet": model.unet, "scheduler": scheduler, "text_encoder": None, "tokenizer": None}
+    if model.text.skip:
+        pipeline = diffusers.StableDiffusionXLImg2ImgPipeline(**common, text_encoder_2=None, tokenizer_2=None)
+    else:
+        pipeline = diffusers.StableDiffusionImg2ImgPipeline(
+            **common, safety_checker=None, feature_extractor=None, requires_safety_checker=False
+        )
+    module = __import__(type(pipeline).__module__, fromlist=["randn_tensor"])
+    monkeypatch.setattr(module, "randn_tensor", lambda *_, **__: noise)
+    pipeline.set_progress_bar_config(disable=True)
+    positive, negative = embeddings[style.prompts.text], embeddings[style.prompts.negative]
+    extra = {}
+    if positive.pooled is not None:
+        extra = {
+            "pooled_prompt_embeds": positive.pooled.expand(frames, -1),
+            "negative_pooled_prompt_embeds": negative.pooled.expand(frames, -1),
+            "original_size": (64, 64),
+            "target_size": (64, 64),
+        }
+    return pipeline(
+        image=content, strength=options.denoise, num_inference_steps=options.steps, guidance_scale=options.guidance,
+        prompt_embeds=positive.tokens.expand(frames, -1, -1),
+        negative_prompt_embeds=negative.tokens.expand(frames, -1, -1), output_type="latent", **extra,
+    ).images  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sampler", "scheduler"),
+    [
+        ("ddim", "normal"),
+        ("dpmpp_2m", "karras"),
+        ("euler", "normal"),
+        ("heun", "normal"),
+        ("uni_pc", "normal"),
+    ],
+)
+def test_strength_0_is_plain_diffusers_bit_for_bit(model, sampler, scheduler, monkeypatch):
+    monkeypatch.setattr(model, "sampler", sampler)
+    monkeypatch.setattr(model, "scheduler", scheduler)
+    options = StylizeOptions(strength=0, steps=6, guidance=5.0, denoise=0.6, seed=3).for_backbone(model)
+    content = moving(4)
+    style = Style((picture(),), (1.0,), prompts=words().prompts)
+    ours = run(model, style, 4, options, content=content)
+    theirs = plain_diffusers(model, options, style, torch.cat([content[:1], content]), monkeypatch)
+    assert torch.equal(ours, theirs[1:])
+    assert not torch.equal(ours, content)
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+@pytest.mark.parametrize(
+    "sampler", ["ddim", "dpmpp_2m", "euler", "euler_ancestral", "heun", "uni_pc", "lcm", "dpmpp_2m_sde"]
+)
+def test_two_windows_are_one_long_one_where_frames_are_apart(sampler, prediction):
+    model = tiny.backbone(sampler=sampler, prediction_type=prediction)
+    injection = StylizeOptions().injection.model_copy(update={"sources": ("self",), "norm": 0.0, "latent_norm": 0.0})
+    options = StylizeOptions(steps=4, injection=injection, denoise=1.0)
+    style = Style((picture(),), (1.0,), prompts=words().prompts)
+    # In double precision: a random model makes much of rounding.
+    model.unet.double()
+    one, two = (
+        run(model, style, 8, options, window=w, overlap=o, content=moving(8).double()) for w, o in ((8, 0), (5, 2))
+    )
+    assert (one - two).abs().max() < 1e-6
+    assert one.isfinite().all()
+
+
+def test_a_window_s_border_is_no_larger_a_jump_than_neighbours_inside(model):
+    style = Style((picture(),), (1.0,), prompts=words().prompts)
+    latents = run(model, style, 22, StylizeOptions(steps=6), window=8, overlap=3)
+    jumps = (latents[1:] - latents[:-1]).square().mean((1, 2, 3))
+    borders = [4, 9, 14, 19]  # a window's first frame of its own, less one
+    inside = [i for i in range(len(jumps)) if i not in borders]
+    assert jumps[borders].mean() <= 1.1 * jumps[inside].mean()
+
+
+def test_cross_frame_attention_with_one_source_is_plain_attention():
+    from comfyui_veostyle.veo_core.layers.st_norm import TemporalContext
+    from comfyui_veostyle.veo_core.layers.style_session import Site, StyleSession
+
+    knobs = StylizeOptions().injection.model_copy(update={"sources": ("self",), "attention": 0.0})
+    q, k, v = torch.randn(3, 12, 4, 9, 8)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    session = StyleSession(knobs)
+    with session.apply(0.5, TemporalContext(6)):
+        assert torch.equal(session.attend(Site("a", 0.5), q, k, v, attend), attend(q, k, v))
+    session = StyleSession(knobs.model_copy(update={"sources": ("self", "previous", "anchor", "next")}))
+    with session.apply(0.5, TemporalContext(6)):
+        mixed = session.attend(Site("a", 0.5), q, k, v, attend)
+    assert torch.allclose(mixed[[0, 6]], attend(q, k, v)[[0, 6]], atol=1e-6)  # anchors read only themselves
+    one = torch.cat([k[3], k[2], k[0], k[4]], 1), torch.cat([v[3], v[2], v[0], v[4]], 1)
+    assert torch.allclose(mixed[3], attend(q[3], *one), atol=1e-6)
+
+
+@pytest.mark.parametrize("adain", ["none", "query_key", "key_value"])
+def test_every_knob_changes_the_picture(adain):
+    model = tiny.backbone()
+    style = Style((picture(), picture(1)), (0.7, 0.3), prompts=words("").prompts)
+    base = StylizeOptions().injection.model_copy(update={"adain": adain})
+    seen = [run(model, style, 3, StylizeOptions(steps=4, injection=base))]
+    changes = {
+        "attention": 0.4, "query": 0.0, "temperature": 1.0, "layers": (0.0, 0.3), "steps": (0.0, 0.4), "norm": 0.9,
+        "latent_norm": 0.1, "start_adain": 0.1, "inversion": True, "denoise": 0.9, "sources": ("self", "next"),
+    }  # fmt: skip
+    if adain == "key_value":
+        changes["blend"] = (0.8, 0.8)
+    for name, value in changes.items():
+        seen.append(run(model, style, 3, StylizeOptions(steps=4, injection=base.model_copy(update={name: value}))))
+        assert seen[-1].isfinite().all(), name
+    for i, a in enumerate(seen):
+        for j in range(i):
+            assert (a - seen[j]).abs().max() > 1e-4, (i, j)
+
+
+def test_inversion_leads_back_to_where_it_came_from():
+    """With the same prompt and nothing else, deterministic steps from the inverted latents give the source."""
+    from comfyui_veostyle.veo_core.sampling.inversion import invert
+
+    levels = [((1 - s**2) ** 0.5, s) for s in torch.linspace(0.7, 0.02, 200).tolist()]
+    clean = torch.randn(2, 4, 8, 8)
+    target = torch.randn(1, 4, 8, 8)
+    noise_of = lambda x, i: 0.3 * target + 0.1 * x  # noqa: E731
+    trail = invert(clean, levels, noise_of)
+    x = trail[0]
+    for i, (a, s) in enumerate(levels):
+        e = noise_of(x, i)
+        x0 = (x - s * e) / a
+        b, r = levels[i + 1] if i + 1 < len(levels) else (1.0, 0.0)
+        x = b * x0 + r * e
+    assert (x - clean).abs().max() < 0.02
+    assert (trail[0] - clean).abs().max() > 0.2
+
+
+def test_nothing_is_left_in_the_model_between_runs():
+    """Two runs with different styles, an interrupted one between them: the same as from a fresh model."""
+    style, other = (Style((picture(s),), (1.0,), prompts=words().prompts) for s in (0, 1))
+    model = tiny.backbone()
+    before = {n: type(m) for n, m in model.unet.named_modules()}, dict(model.unet.attn_processors)
+    first = run(model, style, 3, StylizeOptions(steps=6))
+    run(model, other, 4, StylizeOptions(steps=6))
+
+    def interrupt(step):
+        if step == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(model, other, 3, StylizeOptions(steps=6), watch=interrupt)
+    assert ({n: type(m) for n, m in model.unet.named_modules()}, dict(model.unet.attn_processors)) == before
+    assert not any(m._forward_hooks for m in model.unet.modules())
+    assert torch.equal(run(model, style, 3, StylizeOptions(steps=6)), first)
+    assert torch.equal(run(tiny.backbone(), style, 3, StylizeOptions(steps=6)), first)
+
+
+def test_prompts_change_along_the_clip():
+    model = tiny.backbone()
+    plain = StylizeOptions(strength=0, steps=3, guidance=4.0)
+    timeline = Style((), (), prompts=parse_prompts("a house\n@0 red\n@6 blue"))
+    mixed = run(model, timeline, 7, plain)
+    red, blue = (run(model, words(f"a house, {w}", ""), 7, plain) for w in ("red", "blue"))
+    assert torch.allclose(mixed[0], red[0], atol=1e-4)
+    assert torch.allclose(mixed[6], blue[6], atol=1e-4)
+    assert not torch.allclose(mixed[3], red[3], atol=1e-4)
+    weighted = run(model, words("a (house:1.4)", ""), 1, plain)
+    assert not torch.allclose(weighted, run(model, words("a house", ""), 1, plain), atol=1e-4)
+    long = run(model, words(" ".join(["house"] * 200), ""), 1, plain)
+    assert long.isfinite().all()
+
+
+@pytest.mark.parametrize("architecture", ["sd15", "sdxl"])
+def test_single_file_and_folder_give_the_same_model(architecture, tmp_path):
+    from comfyui_veostyle.veo_core.backbones import load_backbone
+
+    made = tiny.parts(architecture)
+    device = torch.device("cpu")
+    from_file = load_backbone(
+        tiny.save_checkpoint(made, tmp_path / "a.safetensors"), device, sampler="ddim", scheduler="normal"
+    )
+    from_folder = load_backbone(tiny.save_folder(made, tmp_path / "b"), device, sampler="ddim", scheduler="normal")
+    for loaded in (from_file, from_folder):
+        assert loaded.name == {"sd15": "SD 1.5", "sdxl": "SDXL"}[architecture]
+        for ours, theirs in ((loaded.unet, made.unet), (loaded.vae, made.vae)):
+            state = theirs.state_dict()
+            assert {k: v.shape for k, v in ours.state_dict().items()} == {k: v.shape for k, v in state.items()}
+            assert all(torch.equal(v, state[k]) for k, v in ours.state_dict().items())
+        for ours, theirs in zip(loaded.text.models, made.text, strict=True):
+            state = theirs.state_dict()
+            assert all(torch.equal(v, state[k]) for k, v in ours.state_dict().items())
+    assert from_file.digest != from_folder.digest
+    frames = torch.rand(2, 3, 64, 64)
+    assert from_file.decode(from_file.encode(frames)).shape == frames.shape
+    marked = tiny.ldm_checkpoint(made) | {"v_pred": torch.zeros(0), "ztsnr": torch.zeros(0)}
+    from safetensors.torch import save_file
+
+    save_file(marked, tmp_path / "v.safetensors")
+    v = load_backbone(tmp_path / "v.safetensors", device)
+    assert v.schedule_config["prediction_type"] == "v_prediction"
+
+
+def test_tokens_are_those_of_clip(tmp_path):
+    """open_clip's tokeniser and transformers' CLIPTokenizer, built from the same merges, agree."""
+    from comfyui_veostyle.veo_core.backbones.stable_diffusion.text import tokenise
+
+    ids, weights = tokenise("a photo of a cat", 49407)
+    assert ids[0, :7].tolist() == [49406, 320, 1125, 539, 320, 2368, 49407]
+    assert set(ids[0, 7:].tolist()) == {49407}
+    ids, weights = tokenise("a photo of a (cat:1.3)", 0)
+    assert weights[0, 5] == pytest.approx(1.3)
+    assert weights[0, [0, 1, 4, 6]].tolist() == [1, 1, 1, 1]
+    assert tokenise("cat " * 80, 0)[0].shape == (2, 77)
+
+
+def test_a_checkpoint_stylises_a_video(tmp_path):
+    """The whole engine on a tiny SD 1.5: cuts, windows, plan, resume, decode."""
+    from comfyui_veostyle.veo_core.engine import Stylizer
+    from comfyui_veostyle.veo_core.motion.flow import load_flow
+    from comfyui_veostyle.veo_core.video.reader import open_clip
+
+    from .conftest import make_pictures, make_video
+
+    model = tiny.backbone()
+    engine = Stylizer(model, load_flow(torch.device("cpu")))
+    shots = make_pictures(14, (64, 64), 1), make_pictures(14, (64, 64), 2)
+    clip = open_clip(
+        make_video(tmp_path / "a.mkv", 14, size=(64, 64), codec="ffv1", picture=lambda i, w, h: shots[i >= 9](i, w, h))
+    )
+    options = parse_options(preset="strong", steps=3, guidance=3.0, window=6, overlap=2)
+    style = Style((picture(),), (1.0,), prompts=parse_prompts("a house\n@scene 2 at night", "blurry"))
+    plan = engine.plan(clip, options)
+    assert plan.stages["denoise"] > 0
+    latents = engine.denoise(clip, style, options, tmp_path / "w", plan)
+    assert [s.start for s in latents.survey.scenes] == [0, 9]
+    whole = latents.samples.clone()
+    frames = torch.cat(list(engine.decode(latents)))
+    latents.store.close()
+    assert frames.shape == (14, 3, 64, 64)
+    steps = []
+
+    def monitor(progress):
+        steps.append(progress)
+        if progress.stage == "denoise" and progress.done >= 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.denoise(clip, style, options, tmp_path / "again", plan, monitor)
+    resumed = engine.denoise(clip, style, options, tmp_path / "again", plan)
+    assert resumed.store.resumed
+    assert torch.equal(resumed.samples, whole)
+    resumed.store.close()

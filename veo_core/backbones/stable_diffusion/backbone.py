@@ -1,0 +1,350 @@
+"""Stable Diffusion as a backbone: partial noise from the source, and style by its attention and norms, without training."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from ...errors import ModelError
+from ...layers.st_norm import TemporalContext, calibrate, frame_moments
+from ...layers.style_session import StyleSession
+from ...lora.injector import LoRA, injected, load_lora
+from ...options import StylizeOptions
+from ...sampling.inversion import invert
+from ...sampling.noise import frame_noise
+from ...sampling.sampler import WindowJob
+from ...sampling.schedule import DiffusionSchedule, make_scheduler
+from ...style.encoder import Style
+from ...style.injection import StyleInjection
+from ...style.prompts import Prompts
+from ...video.scenes import Survey
+from ...weights_file import digest
+from ..base import Defaults
+from .files import NAMES, Parts, load_file, load_folder, load_motion
+from .sites import connected
+from .text import TextEmbedding, TextEncoders
+
+
+@dataclass
+class DiffusionCondition:
+    """A style as read for one run.
+
+    Attributes:
+        pictures: ``[3, H, W]`` in 0..1 each. shares: how much each counts, sum 1. weight: of them all.
+        prompts: words by frame. embeddings: each text that occurs, encoded once.
+    """
+
+    pictures: tuple[Tensor, ...]
+    shares: tuple[float, ...]
+    weight: float
+    prompts: Prompts
+    embeddings: dict[str, TextEmbedding] = field(default_factory=dict)
+
+    def at(self, frame: int, scene: int) -> TextEmbedding:
+        """The words that hold at a frame."""
+        return TextEmbedding.mix([(self.embeddings[text], w) for text, w in self.prompts.at(frame, scene)])
+
+
+class StableDiffusionBackbone:
+    """Implements :class:`~..base.Backbone` for SD 1.5 and SDXL.
+
+    With strength 0 a run is diffusers' plain image-to-image of every frame. Otherwise frames read their neighbours and
+    the scene's anchor in self-attention, and style pictures enter the up path as ``options.injection`` says.
+
+    Args:
+        parts: the networks. digest: of the weights.
+        sampler, scheduler: names in :mod:`...sampling.schedule`.
+    """
+
+    channels = 4
+    time_factor = 1
+
+    def __init__(self, parts: Parts, digest: str, sampler: str = "dpmpp_2m", scheduler: str = "karras"):
+        self.name = NAMES[parts.architecture]
+        self.unet, self.vae = parts.unet, parts.vae
+        self.text = TextEncoders(parts.text, skip=int(parts.architecture == "sdxl"))
+        self.module = nn.ModuleList([self.unet, self.vae, self.text]).eval().requires_grad_(False)
+        self.sampler, self.scheduler, self.schedule_config = sampler, scheduler, parts.scheduler
+        make_scheduler(parts.scheduler, sampler, scheduler)
+        self.digest = f"{digest}-{sampler}-{scheduler}"
+        self.loras: tuple[LoRA, ...] = ()
+        self.factor = 2 ** (len(self.vae.config.block_out_channels) - 1)
+        self.multiple = self.factor * 2 ** (len(self.unet.config.block_out_channels) - 1)
+        self.defaults = Defaults(steps=20, guidance=7.0, window=16, overlap=4)
+        self.weight_bytes = sum(p.nbytes for p in (*self.module.parameters(), *self.module.buffers()))
+
+    def with_lora(
+        self, path: Path, strength: float = 1.0, steps: str = "", scenes: str = ""
+    ) -> StableDiffusionBackbone:
+        """The same model, its networks shared, with one more adapter beside it; see :func:`...lora.injector.load_lora`."""
+        parts = {"unet": self.unet} | {f"text {i + 1}": m for i, m in enumerate(self.text.models)}
+        lora = load_lora(path, parts, self.name, strength, steps, scenes)
+        changed = copy.copy(self)
+        changed.loras = (*self.loras, lora)
+        changed.digest = f"{self.digest}-{lora.digest}"
+        changed.weight_bytes = self.weight_bytes + sum(
+            v.numel() * self.unet.dtype.itemsize for a in lora.layers["unet"].values() for v in a.factors.values()
+        )
+        return changed
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.unet.parameters()).device
+
+    @property
+    def _moves(self) -> bool:
+        """Whether the UNet has motion modules, and takes frames as clips."""
+        return hasattr(self.unet.config, "use_motion_mid_block")
+
+    def encode(self, frames: Tensor) -> Tensor:
+        mean = self.vae.encode((frames * 2 - 1).to(self.vae.dtype)).latent_dist.mode()
+        return (mean * self.vae.config.scaling_factor).float()
+
+    def decode(self, latents: Tensor) -> Tensor:
+        return self.vae.decode((latents / self.vae.config.scaling_factor).to(self.vae.dtype)).sample.float() / 2 + 0.5
+
+    def condition(self, style: Style, options: StylizeOptions, survey: Survey) -> DiffusionCondition:
+        prompts = style.prompts.checked(survey)
+        texts = {"", prompts.negative}
+        for scene_index, scene in enumerate(survey.scenes):
+            texts |= {text for frame in range(scene.start, scene.end) for text, _ in prompts.at(frame, scene_index)}
+        with ExitStack() as stack:
+            for i, model in enumerate(self.text.models):
+                stack.enter_context(injected(model, f"text {i + 1}", self.loras))
+            embeddings = {text: self.text.encode(text) for text in sorted(texts)}
+        return DiffusionCondition(style.pictures, style.weights, style.weight, prompts, embeddings)
+
+    def sample(self, condition: DiffusionCondition, job: WindowJob) -> Tensor:
+        return _Run(self, condition, job).latents()
+
+    def rehearse(self, x: Tensor, options: StylizeOptions) -> Tensor:
+        injection = options.injection.scaled(options.strength)
+        session, temporal = StyleSession(injection), TemporalContext(len(x))
+        width = self.unet.config.cross_attention_dim
+        pooled = None if self.text.skip == 0 else x.new_empty(1, self._pooled_width)
+        text = TextEmbedding(x.new_empty(1, 77, width), pooled)
+        style = x.new_empty(1, *x.shape[1:])
+        evaluate = partial(self.evaluate, timestep=torch.tensor(1, device=x.device))
+        with connected(self.unet, session):
+            if session.wants_style:
+                with session.record_style([1.0]):
+                    evaluate(style, text=[text])
+            if session.wants_content:
+                with session.record_content():
+                    evaluate(x, text=[text] * len(x))
+            with session.apply(0.0, temporal):
+                texts = [text] * len(x) * (2 if options.guidance > 1 else 1)
+                return evaluate(x.repeat(len(texts) // len(x), 1, 1, 1), text=texts, frames=len(x))
+
+    @property
+    def _pooled_width(self) -> int:
+        return self.unet.config.projection_class_embeddings_input_dim - 6 * self.unet.config.addition_time_embed_dim
+
+    def evaluate(self, x: Tensor, *, timestep: Tensor, text: list[TextEmbedding], frames: int = 1) -> Tensor:
+        """The UNet's output.
+
+        Args:
+            x: ``[B, 4, h, w]``, variance preserving. text: one an entry of the batch.
+            frames: entries of the batch that are one clip, for motion modules.
+        """
+        longest = max(t.tokens.shape[1] for t in text)
+        tokens = torch.cat([t.tokens.repeat(1, -(-longest // t.tokens.shape[1]), 1)[:, :longest] for t in text])
+        extra = {}
+        if text[0].pooled is not None:
+            height, width = (side * self.factor for side in x.shape[-2:])
+            ids = torch.tensor([[height, width, 0, 0, height, width]], device=x.device).repeat(len(x), 1)
+            pooled = torch.cat([t.pooled for t in text])
+            extra = {"added_cond_kwargs": {"text_embeds": pooled, "time_ids": ids.to(pooled.dtype)}}
+        kept, x, tokens = x.dtype, x.to(self.unet.dtype), tokens.to(self.unet.dtype)
+        if not self._moves:
+            return self.unet(x, timestep, encoder_hidden_states=tokens, return_dict=False, **extra)[0].to(kept)
+        clips = rearrange(x, "(b t) c h w -> b c t h w", t=frames)
+        out = self.unet(clips, timestep, encoder_hidden_states=tokens, return_dict=False, **extra)[0]
+        return rearrange(out, "b c t h w -> (b t) c h w").to(kept)
+
+
+class _Run:
+    """The steps of one window."""
+
+    def __init__(self, model: StableDiffusionBackbone, condition: DiffusionCondition, job: WindowJob):
+        self.model, self.condition, self.job = model, condition, job
+        self.injection = self._injection(job.options)
+        self.session = StyleSession(self.injection)
+        self.frames = len(job.content)
+        self.empty = condition.embeddings[""]
+        self.words = [condition.at(f, job.scene) for f in job.frames]
+        self.guided = job.options.guidance > 1 and bool(condition.prompts or condition.prompts.negative)
+        self.schedule = self._schedule()
+
+    def _schedule(self) -> DiffusionSchedule:
+        model, options = self.model, self.job.options
+        return DiffusionSchedule(
+            model.schedule_config,
+            model.sampler,
+            model.scheduler,
+            options.steps,
+            options.denoise,
+            self.job.content.device,
+            self.job.generators(),
+        )
+
+    def _injection(self, options: StylizeOptions) -> StyleInjection:
+        injection = options.injection.scaled(options.strength)
+        if not self.condition.pictures:
+            return injection.model_copy(update={"attention": 0.0, "start_adain": 0.0})
+        weight = min(1.0, self.condition.weight)
+        return injection.model_copy(update={"attention": injection.attention * weight})
+
+    @torch.no_grad()
+    def latents(self) -> Tensor:
+        job, schedule = self.job, self.schedule
+        plain, loras = self.injection.plain, self.model.loras
+        self.style = None if plain or not self.condition.pictures else self._style_latents()
+        sites = nullcontext() if plain else connected(self.model.unet, self.session)
+        with sites, injected(self.model.unet, "unet", loras) as strengths:
+            x = self._start()
+            for index in range(len(schedule)):
+                job.before_step(index)
+                strengths.values = [lora.at(self._progress(index), job.scene) for lora in loras]
+                model_input = schedule.model_input(index, x)
+                if not plain:
+                    self._record(index)
+                output = self._fused(index, model_input, self._output(index, model_input))
+                x = schedule.step(index, x, output)
+        return x
+
+    def _style_latents(self) -> Tensor:
+        """``[m, 4, h, w]``: the style pictures, cut to the frames' shape."""
+        height, width = (side * self.model.factor for side in self.job.content.shape[-2:])
+        return torch.cat(
+            [self.model.encode(_cover(p, height, width).to(self.model.device)) for p in self.condition.pictures]
+        )
+
+    def _start(self) -> Tensor:
+        """Latents before the first step, and where asked for the way back to them."""
+        content, self.trails = self.job.content, {}
+        if self.style is not None and self.injection.start_adain:
+            moments = self._style_moments()
+            content = calibrate(content, TemporalContext(1), "start", self.injection.start_adain, moments)
+        if not self.injection.inversion or self.injection.plain:
+            return self.schedule.start(content, self.job.noise())
+        self.trails = {"content": self._trail(content)}
+        if self.style is not None:
+            self.trails["style"] = self._trail(self.style)
+        return self.schedule.from_variance_preserving(self.trails["content"][0])
+
+    def _trail(self, clean: Tensor) -> list[Tensor]:
+        """Latents at each step's level, inverted from clean ones with an empty prompt."""
+        levels = [self.schedule.level(i) for i in range(len(self.schedule))]
+
+        def noise_of(x: Tensor, index: int) -> Tensor:
+            self.job.before_step(0)
+            output = self._evaluate(x, index, [self.empty] * len(x), frames=len(x))
+            predicted = self.schedule.clean(index, x, output)
+            a, s = levels[index]
+            return (x - a * predicted) / s
+
+        return invert(clean, levels, noise_of)
+
+    def _style_moments(self) -> Tensor:
+        shares = torch.tensor(self.condition.shares, device=self.style.device)[:, None, None]
+        return (frame_moments(self.style, 1)[:, 0] * shares).sum(0)
+
+    def _record(self, index: int) -> None:
+        """Shows the session the style pictures, and the source frames, at this step's level of noise."""
+        if self.style is not None and self.session.wants_style:
+            with self.session.record_style(list(self.condition.shares)):
+                x = self._noised("style", self.style, index, range(-len(self.style), 0))
+                self._evaluate(x, index, [self.empty] * len(x))
+        if self.style is not None and self.session.wants_content:
+            with self.session.record_content():
+                x = self._noised("content", self.job.content, index, None)
+                self._evaluate(x, index, [self.empty] * len(x), frames=self.frames)
+
+    def _noised(self, name: str, clean: Tensor, index: int, places: range | None) -> Tensor:
+        if name in self.trails:
+            return self.trails[name][index]
+        noise = (
+            self.job.noise() if places is None else frame_noise(self.job.options.seed, places, tuple(clean.shape[1:]))
+        )
+        a, s = self.schedule.level(index)
+        return a * clean + s * noise.to(clean)
+
+    def _evaluate(self, x: Tensor, index: int, text: list[TextEmbedding], frames: int = 1) -> Tensor:
+        return self.model.evaluate(x, timestep=self.schedule.timesteps[index], text=text, frames=frames)
+
+    def _output(self, index: int, model_input: Tensor) -> Tensor:
+        """The model's output for all frames, guided."""
+        job = self.job
+        temporal = job.temporal(index)
+        text = list(self.words)
+        if self.guided:
+            text = [self.condition.embeddings[self.condition.prompts.negative]] * self.frames + text
+        batch = torch.cat([model_input] * (len(text) // self.frames))
+        with nullcontext() if self.injection.plain else self.session.apply(self._progress(index), temporal):
+            output = self._evaluate(batch, index, text, frames=self.frames)
+        if not self.guided:
+            return output
+        plain, worded = output.chunk(2)
+        return plain + job.options.guidance * (worded - plain)
+
+    def _progress(self, index: int) -> float:
+        return index / max(1, len(self.schedule) - 1)
+
+    def _fused(self, index: int, model_input: Tensor, output: Tensor) -> Tensor:
+        """The output after ST-Norm on the clean latents and the cross-fade with the window before."""
+        job, schedule = self.job, self.schedule
+        clean = before = schedule.clean(index, model_input, output)
+        if self.injection.latent_norm and not self.injection.plain:
+            moments = None if self.style is None else self._style_moments()
+            clean = calibrate(clean, job.temporal(index), "latent", self.injection.latent_norm, moments)
+        clean = job.fuse(index, clean)
+        return output if clean is before else schedule.output(index, model_input, clean)
+
+
+def _cover(picture: Tensor, height: int, width: int) -> Tensor:
+    """A picture ``[3, H, W]`` scaled and cut in its middle to fill a shape: ``[1, 3, height, width]``."""
+    scale = max(height / picture.shape[1], width / picture.shape[2])
+    size = [max(a, round(s * scale)) for a, s in zip((height, width), picture.shape[1:], strict=True)]
+    picture = F.interpolate(picture[None], size, mode="bicubic", antialias=True).clamp(0, 1)
+    top, left = (size[0] - height) // 2, (size[1] - width) // 2
+    return picture[..., top : top + height, left : left + width]
+
+
+def load(
+    path: Path,
+    device: torch.device,
+    sampler: str = "dpmpp_2m",
+    scheduler: str = "karras",
+    motion: Path | None = None,
+) -> StableDiffusionBackbone:
+    """Loads a checkpoint, in fp16 on a GPU and in float32 on the CPU.
+
+    Args:
+        path: a safetensors file or a diffusers folder. motion: AnimateDiff's motion modules, SD 1.5 only.
+
+    Raises:
+        ModelError: what is wrong with the file, and what was expected.
+    """
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    parts = load_folder(path, dtype) if path.is_dir() else load_file(path, dtype)
+    # In fp16 the VAE of SDXL overflows.
+    if parts.vae.config.force_upcast:
+        parts.vae.float()
+    mark = digest(path)
+    if motion is not None:
+        if parts.architecture != "sd15":
+            raise ModelError(f"{motion}: motion modules are for SD 1.5, and {path} is {NAMES[parts.architecture]}")
+        parts.unet = load_motion(motion, parts.unet)
+        mark += digest(motion)
+    backbone = StableDiffusionBackbone(parts, mark, sampler, scheduler)
+    backbone.module.to(device)
+    return backbone

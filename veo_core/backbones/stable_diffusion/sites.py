@@ -1,0 +1,63 @@
+"""Where a style session meets diffusers' UNet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from ...layers.style_session import Site, StyleSession
+
+
+@contextmanager
+def connected(unet: nn.Module, session: StyleSession) -> Iterator[None]:
+    """In this block the UNet's self-attentions and up-path norms ask the session; afterwards nothing of it is left."""
+    with ExitStack() as stack:
+        for name, attention in self_attentions(unet):
+            stack.callback(setattr, attention, "processor", attention.processor)
+            attention.processor = _SessionProcessor(session, Site(name, _depth(unet, name)))
+        if session.injection.norm:
+            for name, norm in up_norms(unet):
+                site = Site(name, 1.0)
+                stack.callback(norm.register_forward_hook(_norm_hook(session, site)).remove)
+        yield
+
+
+def self_attentions(unet: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Spatial self-attentions in order of their names; AnimateDiff's temporal ones stay its own."""
+    return [(n, m) for n, m in unet.named_modules() if n.endswith(".attn1") and "motion_modules" not in n]
+
+
+def up_norms(unet: nn.Module) -> list[tuple[str, nn.Module]]:
+    """First group norm of each residual block of the up path."""
+    found = ((n, m) for n, m in unet.named_modules() if n.startswith("up_blocks.") and ".resnets." in n)
+    return [(n, m) for n, m in found if n.endswith(".norm1")]
+
+
+def _depth(unet: nn.Module, name: str) -> float | None:
+    up = [n for n, _ in self_attentions(unet) if n.startswith("up_blocks.")]
+    return up.index(name) / max(1, len(up) - 1) if name in up else None
+
+
+def _norm_hook(session: StyleSession, site: Site):
+    return lambda module, inputs, output: session.normalise(site, output)
+
+
+class _SessionProcessor:
+    """diffusers' attention processor for a self-attention, its core handed to a session."""
+
+    def __init__(self, session: StyleSession, site: Site):
+        self.session, self.site = session, site
+
+    def __call__(
+        self, attn, hidden_states: Tensor, encoder_hidden_states=None, attention_mask=None, temb=None
+    ) -> Tensor:
+        def heads(x: Tensor) -> Tensor:
+            return rearrange(x, "b n (h d) -> b h n d", h=attn.heads)
+
+        q, k, v = (heads(f(hidden_states)) for f in (attn.to_q, attn.to_k, attn.to_v))
+        out = self.session.attend(self.site, q, k, v, F.scaled_dot_product_attention)
+        return attn.to_out[0](rearrange(out, "b h n d -> b n (h d)"))

@@ -1,0 +1,179 @@
+"""Training-free style: what the attention and norm sites of a model do while one window is denoised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from ..style.injection import StyleInjection
+from .cross_frame_attention import source_table
+from .st_norm import TemporalContext, calibrate, frame_moments
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+RAMP = 0.1
+
+
+@dataclass(frozen=True)
+class Site:
+    """A self-attention or a norm of a model.
+
+    Attributes:
+        key: unique name.
+        depth: its place along the up path in 0..1; None where no style enters.
+    """
+
+    key: str
+    depth: float | None
+
+
+def trapezoid(place: float, span: tuple[float, float]) -> float:
+    """1 inside a span of 0..1, falling to 0 within a tenth outside it; sharp at 0 and at 1."""
+    begin, end = span
+    return max(0.0, min(1.0, 1 + (place - begin) / RAMP, 1 + (end - place) / RAMP))
+
+
+class StyleSession:
+    """Features of style pictures and source frames at one step, and the frames that read them.
+
+    A step first records, then applies: ``with session.record_style(weights): model(style)``, the same for the content,
+    then ``with session.apply(...): model(frames)``. Outside these blocks every site is the plain model's. What was
+    recorded lives until the next step; the session until the window is done.
+
+    Args:
+        injection: the knobs, scaled by the run's strength.
+    """
+
+    def __init__(self, injection: StyleInjection):
+        self.injection = injection
+        self.shares: list[float] = []
+        self._style: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        self._content: dict[str, Tensor] = {}
+        self._moments: dict[str, Tensor] = {}
+        self._mode: str | None = None
+        self._progress = 0.0
+        self._temporal = TemporalContext()
+
+    @property
+    def wants_style(self) -> bool:
+        """Whether style pictures have to be evaluated at this progress."""
+        return bool(self.injection.attention or self.injection.norm)
+
+    @property
+    def wants_content(self) -> bool:
+        """Whether the source frames have to be evaluated too."""
+        return bool(self.injection.attention and self.injection.query)
+
+    @contextmanager
+    def record_style(self, shares: list[float]) -> Iterator[None]:
+        """In this block the batch is the style pictures; ``shares`` says how much each counts."""
+        self.shares = shares
+        self._style.clear()
+        self._moments.clear()
+        yield from self._in_mode("style")
+
+    @contextmanager
+    def record_content(self) -> Iterator[None]:
+        """In this block the batch is the source frames, the anchor's first."""
+        self._content.clear()
+        yield from self._in_mode("content")
+
+    @contextmanager
+    def apply(self, progress: float, temporal: TemporalContext) -> Iterator[None]:
+        """In this block the batch is ``(b t)``: the frames of each guidance branch.
+
+        Args:
+            progress: place along the steps in 0..1.
+        """
+        self._progress, self._temporal = progress, temporal
+        yield from self._in_mode("apply")
+
+    def _in_mode(self, mode: str) -> Iterator[None]:
+        self._mode = mode
+        try:
+            yield
+        finally:
+            self._mode = None
+
+    def _share(self, site: Site) -> float:
+        if site.depth is None:
+            return 0.0
+        layers = trapezoid(site.depth, self.injection.layers)
+        return self.injection.attention * layers * trapezoid(self._progress, self.injection.steps)
+
+    def attend(self, site: Site, q: Tensor, k: Tensor, v: Tensor, plain: Attend) -> Tensor:
+        """A self-attention with what this session adds to it.
+
+        Args:
+            q, k, v: ``[B, heads, n, d]``.
+            plain: the model's own attention of q over k and v; any number of keys.
+        """
+        if self._mode == "apply":
+            return self._apply(site, q, k, v, plain)
+        if self._mode is not None and site.depth is not None and trapezoid(site.depth, self.injection.layers):
+            if self._mode == "content":
+                self._content[site.key] = q
+            else:
+                self._style[site.key] = (q, k, v)
+        return plain(q, k, v)
+
+    def _apply(self, site: Site, q: Tensor, k: Tensor, v: Tensor, plain: Attend) -> Tensor:
+        frames, sources = self._temporal.frames, self.injection.sources
+        if sources == ("self",) or frames == 1:
+            out = plain(q, k, v)
+        else:
+            table = source_table(frames, q.device, sources)
+            out = plain(q, *(self._gathered(x, table) for x in (k, v)))
+        share = self._share(site)
+        if not share or site.key not in self._style:
+            return out
+        return torch.lerp(out, self._styled(site, q, k, v, plain), share)
+
+    def _gathered(self, x: Tensor, table: Tensor) -> Tensor:
+        x = rearrange(x, "(b t) h n d -> b t h n d", t=len(table))[:, table]
+        return rearrange(x, "b t s h n d -> (b t) h (s n) d")
+
+    def _styled(self, site: Site, q: Tensor, k: Tensor, v: Tensor, plain: Attend) -> Tensor:
+        """Every frame over the tokens of each style picture, the pictures' outputs mixed by their shares."""
+        knobs = self.injection
+        if site.key in self._content:
+            content = self._content[site.key]
+            q = torch.lerp(q, content.repeat(len(q) // len(content), 1, 1, 1), knobs.query)
+        out = None
+        for i, share in enumerate(self.shares):
+            picture = [x[i : i + 1] for x in self._style[site.key]]
+            query, keys, values = self._tokens(q, k, v, *picture)
+            one = plain(query * knobs.temperature, keys, values) * share
+            out = one if out is None else out + one
+        return out
+
+    def _tokens(self, q: Tensor, k: Tensor, v: Tensor, sq: Tensor, sk: Tensor, sv: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values after AdaIN."""
+        whole_k, whole_v = (x.expand(len(q), -1, -1, -1) for x in (sk, sv))
+        if self.injection.adain == "query_key":
+            keys = torch.cat([_adain(k, sk), whole_k], dim=2)
+            return _adain(q, sq), keys, torch.cat([v, whole_v], dim=2)
+        if self.injection.adain == "key_value":
+            begin, end = self.injection.blend
+            b = begin + (end - begin) * self._progress
+            return q, torch.lerp(whole_k, _adain(k, sk), b), torch.lerp(whole_v, _adain(v, sv), b)
+        return q, whole_k, whole_v
+
+    def normalise(self, site: Site, h: Tensor) -> Tensor:
+        """A norm's output ``[(b t), C, H, W]`` with ST-Norm applied to it."""
+        if self._mode == "style":
+            weights = torch.tensor(self.shares, device=h.device)[:, None, None]
+            self._moments[site.key] = (frame_moments(h, 1)[:, 0] * weights).sum(0)
+        if self._mode != "apply":
+            return h
+        return calibrate(h, self._temporal, site.key, self.injection.norm, self._moments.get(site.key))
+
+
+def _adain(x: Tensor, style: Tensor, eps: float = 1e-5) -> Tensor:
+    """Tokens ``[B, h, n, d]`` with the mean and deviation over tokens of ``style [1, h, m, d]`` (Huang and Belongie 2017)."""
+    mean, std = x.mean(2, keepdim=True), x.std(2, keepdim=True) + eps
+    return (x - mean) / std * (style.std(2, keepdim=True) + eps) + style.mean(2, keepdim=True)

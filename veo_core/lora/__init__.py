@@ -1,0 +1,1 @@
+"""Low-rank adapters: formats that people have, and their injection beside the base weights."""

@@ -1,0 +1,169 @@
+"""Adapter files as people have them: kohya, diffusers, PEFT, LyCORIS (LoHa, LoKr), to one form."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import Tensor
+
+from ..errors import ModelError
+from ..weights_file import describe, digest, read_header, read_tensors
+from .adapter import Adapter
+
+EXPECTED = "a LoRA in kohya's, diffusers', PEFT's or LyCORIS' format (safetensors, or PEFT's folder)"
+
+# Endings of tensor names, and the factor that each is.
+_ENDINGS: list[tuple[str, str]] = [
+    (r"\.lora_down\.weight", "down"),
+    (r"\.lora_up\.weight", "up"),
+    (r"\.lora_mid\.weight", "mid"),
+    (r"[._]lora\.down\.weight", "down"),
+    (r"[._]lora\.up\.weight", "up"),
+    (r"[._]lora_linear_layer\.down\.weight", "down"),
+    (r"[._]lora_linear_layer\.up\.weight", "up"),
+    (r"\.lora_A(?:\.default)?\.weight", "down"),
+    (r"\.lora_B(?:\.default)?\.weight", "up"),
+    (r"\.lora_magnitude_vector(?:\.default)?(?:\.weight)?", "magnitude"),
+    (r"\.dora_scale", "dora_scale"),
+    (r"\.alpha", "alpha"),
+    (r"\.hada_(w[12]_[ab]|t[12])(?:\.default)?", ""),
+    (r"\.lokr_(w[12](?:_[ab])?|t2)(?:\.default)?", ""),
+]
+_PATTERNS = [(re.compile(f"(.+?){ending}$"), factor) for ending, factor in _ENDINGS]
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """An adapter file's contents.
+
+    Attributes:
+        path, digest: of the file.
+        adapters: by the layer's name as the file has it, less what trainers wrap around it.
+        unread: tensors of kinds that are not adapters of a layer.
+    """
+
+    path: Path
+    digest: str
+    adapters: dict[str, Adapter]
+    unread: tuple[str, ...] = ()
+
+
+@dataclass
+class _Scaling:
+    """How a file's metadata says the factors are scaled."""
+
+    rank_stabilised: bool = False
+    alpha: float | None = None
+    rank: int | None = None
+    patterns: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def scale(self, layer: str, rank: int, alpha: Tensor | None) -> float:
+        if alpha is not None:
+            value = float(alpha)
+        else:
+            value = next(
+                (v for k, v in self.patterns.get("alpha_pattern", {}).items() if layer.endswith(k)), self.alpha
+            )
+        if value is None:
+            return 1.0
+        return value / (rank**0.5 if self.rank_stabilised else rank)
+
+
+def read_adapters(path: Path) -> AdapterFile:
+    """Reads an adapter file or a PEFT folder.
+
+    Raises:
+        ModelError: it is missing, a pickle, cut short, or holds no adapter; the message says what it is.
+    """
+    folder = path if path.is_dir() else None
+    if folder is not None:
+        path = folder / "adapter_model.safetensors"
+    header = read_header(path, EXPECTED)
+    grouped, unread = defaultdict(dict), []
+    for name, tensor in read_tensors(path).items():
+        layer, factor = _split(name)
+        if factor is None:
+            unread.append(name)
+        else:
+            grouped[layer][factor] = tensor
+    scaling = _scaling(path, folder)
+    adapters = {}
+    for layer, tensors in grouped.items():
+        made = _adapter(layer, {k: v if k == "alpha" else v.float() for k, v in tensors.items()}, scaling)
+        if made is None:
+            unread += [f"{layer} ({', '.join(sorted(tensors))})"]
+        else:
+            adapters[layer] = made
+    if not adapters:
+        raise ModelError(f"{path} cannot be used as a LoRA: {describe(header)}. Give {EXPECTED}")
+    for layer, adapter in adapters.items():
+        if not all(v.isfinite().all() for v in adapter.factors.values()):
+            raise ModelError(f"{path} holds values that are not finite ({layer}); download it again")
+    return AdapterFile(folder or path, digest(path), adapters, tuple(unread))
+
+
+def _split(name: str) -> tuple[str, str | None]:
+    """A tensor's layer and factor; None where it is no factor."""
+    for pattern, factor in _PATTERNS:
+        if match := pattern.match(name):
+            return _layer(match[1]), factor or match[2]
+    return name, None
+
+
+def _layer(name: str) -> str:
+    """A layer's name without what PEFT and the older diffusers wrap around it."""
+    name = name.removeprefix("base_model.model.")
+    name = re.sub(r"\.processor\.(to_[qkv]|to_out)$", r".\1", name)
+    return re.sub(r"\.to_out$", ".to_out.0", name)
+
+
+def _adapter(layer: str, tensors: dict[str, Tensor], scaling: _Scaling) -> Adapter | None:
+    magnitude, alpha = tensors.pop("magnitude", None), tensors.pop("alpha", None)
+    if magnitude is not None:
+        magnitude = magnitude.flatten()
+    elif (scale := tensors.pop("dora_scale", None)) is not None:
+        # LyCORIS: one an output as [out, 1], or one an input as [1, in].
+        magnitude = scale.reshape(1, -1) if scale.shape[0] == 1 else scale.flatten()
+    names = set(tensors)
+    if {"down", "up"} <= names:
+        kind, rank = "lora", tensors["down"].shape[0]
+    elif {"w1_a", "w1_b", "w2_a", "w2_b"} <= names and not _is_kronecker(tensors):
+        kind, rank = "loha", tensors["w1_b"].shape[0]
+    elif ("w1" in names or {"w1_a", "w1_b"} <= names) and ("w2" in names or {"w2_a", "w2_b"} <= names):
+        kind = "lokr"
+        factored = tensors.get("w1_b", tensors.get("w2_b"))
+        # Both factors whole: LyCORIS leaves alpha out of account.
+        if factored is None:
+            return Adapter(kind, tensors, scaling.scale(layer, scaling.rank, None) if scaling.rank else 1.0, magnitude)
+        rank = factored.shape[0]
+    else:
+        return None
+    return Adapter(kind, tensors, scaling.scale(layer, rank, alpha), magnitude)
+
+
+def _is_kronecker(tensors: dict[str, Tensor]) -> bool:
+    return tensors["w1_a"].shape[0] != tensors["w2_a"].shape[0] and "t1" not in tensors
+
+
+def _scaling(path: Path, folder: Path | None) -> _Scaling:
+    """From PEFT's adapter_config.json, diffusers' metadata, or that of kohya's scripts with LyCORIS."""
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata() or {}
+    try:
+        if folder is not None:
+            config = json.loads((folder / "adapter_config.json").read_text())
+        else:
+            config = json.loads(metadata.get("lora_adapter_metadata", "{}"))
+        config = {k.removeprefix("unet.").removeprefix("transformer."): v for k, v in config.items()}
+        arguments = json.loads(metadata.get("ss_network_args", "{}"))
+    except (OSError, ValueError, AttributeError) as e:
+        raise ModelError(f"{folder or path}: its metadata cannot be read ({e}); export the LoRA again") from e
+    stabilised = config.get("use_rslora", False) or str(arguments.get("rs_lora", "")).lower() == "true"
+    patterns = {"alpha_pattern": config.get("alpha_pattern") or {}}
+    alpha = config.get("lora_alpha", config.get("alpha"))
+    return _Scaling(bool(stabilised), alpha, config.get("r"), patterns)

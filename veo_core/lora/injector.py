@@ -1,0 +1,214 @@
+"""Adapters beside a model's layers while a block runs: never merged, gone afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from torch import nn
+
+from ..errors import InputError, ModelError
+from .adapter import Adapter
+from .formats import AdapterFile, read_adapters
+from .names import ldm_unet_name
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """An adapter file as used in a run.
+
+    Attributes:
+        file: its contents. layers: adapters by the model's part (``unet``, ``text 1``, ``text 2``) and layer.
+        strength: 0 is off, 1 as trained; may be negative.
+        steps: ``(place, factor)`` points over the steps from 0 to 1, linear between them; empty is 1 throughout.
+        scenes: a factor for each scene in order; scenes beyond them take the last; empty is 1 throughout.
+        unmatched: layers in the file that the model lacks.
+    """
+
+    file: AdapterFile
+    layers: dict[str, dict[str, Adapter]]
+    strength: float = 1.0
+    steps: tuple[tuple[float, float], ...] = ()
+    scenes: tuple[float, ...] = ()
+    unmatched: tuple[str, ...] = ()
+
+    def at(self, progress: float, scene: int) -> float:
+        """The strength at a place along the steps in 0..1, in a scene counted from 0."""
+        factor = self.scenes[min(scene, len(self.scenes) - 1)] if self.scenes else 1.0
+        return self.strength * factor * _interpolated(self.steps, progress)
+
+    @property
+    def digest(self) -> str:
+        """What tells its effect from another's."""
+        return f"{self.file.digest}:{self.strength}:{self.steps}:{self.scenes}"
+
+    @property
+    def report(self) -> str:
+        """Matched and unmatched layers in a line."""
+        matched = ", ".join(f"{len(v)} in {part}" for part, v in self.layers.items() if v)
+        rest = [*self.unmatched, *self.file.unread]
+        tail = f"; {len(rest)} unmatched ({', '.join(rest[:3])}{', ...' if len(rest) > 3 else ''})" if rest else ""
+        return f"{self.file.path.name}: {matched}{tail}"
+
+
+def _interpolated(points: tuple[tuple[float, float], ...], place: float) -> float:
+    if not points:
+        return 1.0
+    for (a, x), (b, y) in pairwise(points):
+        if a <= place <= b and b > a:
+            return x + (y - x) * (place - a) / (b - a)
+    return points[0][1] if place <= points[0][0] else points[-1][1]
+
+
+def load_lora(
+    path: Path,
+    parts: dict[str, nn.Module],
+    base: str,
+    strength: float = 1.0,
+    steps: str = "",
+    scenes: str = "",
+) -> LoRA:
+    """Reads an adapter file and finds the layers that it is for.
+
+    Args:
+        parts: the model's networks under ``unet``, ``text 1`` and ``text 2``. base: its name, for messages.
+        steps: strength over the steps as ``0:1, 0.5:0.2``. scenes: a factor for each scene as ``1, 0.5``.
+
+    Raises:
+        ModelError: no layer of the file is one of the model's, or their sizes differ; names the likely base.
+        InputError: a schedule that cannot be read.
+    """
+    if not -10 <= strength <= 10:
+        raise InputError(f"LoRA strength = {strength} is out of range; give -10 to 10")
+    file = read_adapters(path)
+    names = layer_names(parts)
+    layers: dict[str, dict[str, Adapter]] = {part: {} for part in parts}
+    unmatched = []
+    for name, adapter in file.adapters.items():
+        if name not in names:
+            unmatched.append(name)
+            continue
+        part, layer = names[name]
+        weight = parts[part].get_submodule(layer).weight
+        expected = (weight.shape[0], weight[0].numel())
+        if adapter.shape != expected:
+            raise ModelError(
+                f"{path} is a LoRA for {likely_base(file)}, and the model is {base}: "
+                f"{name} is {adapter.shape[0]}x{adapter.shape[1]}, the model's layer {expected[0]}x{expected[1]}"
+            )
+        layers[part][layer] = adapter
+    if not any(layers.values()):
+        raise ModelError(
+            f"{path}: none of its {len(file.adapters)} layers is one of {base}'s "
+            f"(first: {next(iter(file.adapters))}). It looks like a LoRA for {likely_base(file)}; give one for {base}"
+        )
+    return LoRA(file, layers, strength, _parse_steps(steps), _parse_scenes(scenes), tuple(unmatched))
+
+
+def layer_names(parts: dict[str, nn.Module]) -> dict[str, tuple[str, str]]:
+    """Every name that a format gives to a layer, and the part and layer of the model that it is."""
+    out: dict[str, tuple[str, str]] = {}
+    for part, model in parts.items():
+        for layer, module in model.named_modules():
+            if not isinstance(module, (nn.Linear, nn.Conv2d)):
+                continue
+            for name in _names(part, layer, model):
+                out.setdefault(name, (part, layer))
+    return out
+
+
+def _names(part: str, layer: str, model: nn.Module) -> Iterator[str]:
+    if part == "unet":
+        yield from (f"unet.{layer}", layer)
+        for dotted in (layer, ldm_unet_name(layer, model)):
+            yield from (f"{prefix}{dotted.replace('.', '_')}" for prefix in ("lora_unet_", "lycoris_", "lycoris_unet_"))
+        yield f"diffusion_model.{ldm_unet_name(layer, model)}"
+        return
+    number = part.split()[-1]
+    layer = "text_model." + layer.removeprefix("text_model.")
+    kohya = ("lora_te_", "lora_te1_", "lycoris_te_") if number == "1" else ("lora_te2_",)
+    yield f"text_encoder{'' if number == '1' else '_2'}.{layer}"
+    yield from (prefix + layer.replace(".", "_") for prefix in kohya)
+
+
+def likely_base(file: AdapterFile) -> str:
+    """The model that a file's names and sizes suggest, in words."""
+    cross = {
+        a.factors["down"][0].numel()
+        for name, a in file.adapters.items()
+        if a.kind == "lora" and name.replace(".", "_").endswith("attn2_to_k")
+    }
+    for width, base in ((2048, "SDXL"), (1024, "SD 2"), (768, "SD 1.5")):
+        if width in cross:
+            return base
+    names = " ".join(file.adapters).replace("_", ".")
+    for mark, base in (
+        ("single.transformer.blocks", "FLUX"),
+        ("single.blocks", "FLUX or HunyuanVideo"),
+        ("joint.blocks", "SD 3"),
+        ("self.attn", "Wan, or a text encoder"),
+        ("lora.te2", "SDXL"),
+        ("down.blocks", "a Stable Diffusion of another size"),
+        ("input.blocks", "a Stable Diffusion of another size"),
+        ("transformer.blocks", "LTXV or another transformer"),
+    ):
+        if mark in names:
+            return base
+    return "another model"
+
+
+def _parse_steps(text: str) -> tuple[tuple[float, float], ...]:
+    try:
+        points = tuple(sorted(tuple(map(float, p.split(":"))) for p in text.split(",") if p.strip()))
+        if any(len(p) != 2 or not 0 <= p[0] <= 1 for p in points):
+            raise ValueError
+    except ValueError as e:
+        raise InputError(f"LoRA steps = {text!r}: give points from 0 to 1 with factors, such as 0:1, 0.5:0.2") from e
+    return points
+
+
+def _parse_scenes(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(v) for v in text.split(",") if v.strip())
+    except ValueError as e:
+        raise InputError(f"LoRA scenes = {text!r}: give a factor for each scene, such as 1, 0.5") from e
+
+
+class Strengths:
+    """Strengths of the adapters that are in place; 0 takes one out of the computation."""
+
+    def __init__(self, values: list[float]):
+        self.values = values
+
+
+@contextmanager
+def injected(model: nn.Module, part: str, loras: tuple[LoRA, ...]) -> Iterator[Strengths]:
+    """In this block the adapters act beside the model's layers; change ``values`` of what is given at any time."""
+    strengths = Strengths([lora.strength for lora in loras])
+    by_layer: dict[str, list[tuple[int, Adapter]]] = {}
+    for number, lora in enumerate(loras):
+        for layer, adapter in lora.layers.get(part, {}).items():
+            by_layer.setdefault(layer, []).append((number, adapter))
+    with ExitStack() as stack:
+        for layer, adapters in by_layer.items():
+            module = model.get_submodule(layer)
+            moved = [
+                (n, a.with_factors(lambda v, m=module: v.to(m.weight.device, m.weight.dtype))) for n, a in adapters
+            ]
+            stack.callback(module.register_forward_hook(_bypass(moved, strengths)).remove)
+        yield strengths
+
+
+def _bypass(adapters: list[tuple[int, Adapter]], strengths: Strengths):
+    def hook(module, inputs, output):
+        added = output
+        for number, adapter in adapters:
+            strength = strengths.values[number]
+            if strength:
+                added = added + strength * adapter.added(module, inputs[0], output)
+        return added
+
+    return hook

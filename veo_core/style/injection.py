@@ -1,0 +1,78 @@
+"""Knobs of training-free style: what is done inside a model that was never trained for it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Preset = Literal["faithful", "balanced", "strong"]
+Source = Literal["self", "previous", "anchor", "next"]
+
+
+class StyleInjection(BaseModel):
+    """How a style picture enters an image model's self-attention and norms, and how frames are held together.
+
+    Attributes:
+        denoise: share of the noise schedule that frames go through. Low keeps every edge of the source, high repaints;
+            near 1 only the source's largest shapes are left.
+        attention: share of the style's attention output in each style layer. 0 leaves colours and strokes to the prompt.
+        query: how much of each query is the source frame's own (gamma of StyleID, Chung et al. 2024, eq. 5). High keeps
+            the drawing where it was, low lets the style move it. Above 0 each step also evaluates the source frames.
+        temperature: factor on the style's attention logits (StyleID, eq. 6). Above 1 strokes get crisper, below 1 softer.
+        adain: what takes the style's statistics: nothing (StyleID: keys and values are the style's); queries and keys
+            (StyleAligned, Hertz et al. 2024, eq. 3: the frame's own tokens stay beside the style's); or keys and values
+            (UniVST, Song et al. 2024: the frame's layout in the style's statistics).
+        blend: with ``adain = "key_value"``, the frame's share in keys and values at the first and at the last step;
+            layout is freer where it is low.
+        layers: from where to where along the up path style enters, 0 its first self-attention, 1 its last. Early layers
+            carry composition, late ones texture and colour.
+        steps: from where to where along the steps style enters. Ending early leaves details to the prompt.
+        sources: frames whose tokens each frame reads in every self-attention. More of them flicker less, cost more, and
+            smear faster motion; only "self" makes frames independent.
+        norm: share of ST-Norm in the up path's group norms: frames take the style's contrast there, steadily.
+        latent_norm: share of ST-Norm in the predicted clean latents: steadier colour and exposure.
+        start_adain: share of the style's moments in the latents that denoising starts from: overall colour.
+        inversion: start from DDIM inversion of the source (Song et al. 2021, eq. 14 backwards) in place of fresh noise.
+            Closer to the source, at twice the time.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    denoise: float = Field(0.55, gt=0, le=1)
+    attention: float = Field(1.0, ge=0, le=1)
+    query: float = Field(0.5, ge=0, le=1)
+    temperature: float = Field(1.5, gt=0, le=10)
+    adain: Literal["none", "query_key", "key_value"] = "none"
+    blend: tuple[float, float] = (0.1, 0.9)
+    layers: tuple[float, float] = (0.4, 1.0)
+    steps: tuple[float, float] = (0.0, 1.0)
+    sources: tuple[Source, ...] = Field(("self", "previous", "anchor"), min_length=1)
+    norm: float = Field(0.3, ge=0, le=1)
+    latent_norm: float = Field(0.5, ge=0, le=1)
+    start_adain: float = Field(0.8, ge=0, le=1)
+    inversion: bool = False
+
+    def scaled(self, strength: float) -> StyleInjection:
+        """The same with every share of the style multiplied; at 0 nothing of it is left, sources among frames neither."""
+        shares = ("attention", "norm", "latent_norm", "start_adain")
+        scaled = {name: getattr(self, name) * strength for name in shares}
+        return self.model_copy(update=scaled if strength else scaled | {"sources": ("self",)})
+
+    @property
+    def plain(self) -> bool:
+        """Whether the model is left as it is."""
+        return self.sources == ("self",) and not (self.attention or self.norm or self.latent_norm)
+
+
+PRESETS: dict[str, StyleInjection] = {
+    "faithful": StyleInjection(
+        denoise=0.4, attention=0.8, query=0.75, norm=0.2, latent_norm=0.3, start_adain=0.5
+    ),
+    "balanced": StyleInjection(
+        denoise=0.55, attention=1.0, query=0.5, norm=0.3, latent_norm=0.5, start_adain=0.8
+    ),
+    "strong": StyleInjection(
+        denoise=0.7, attention=1.0, query=0.3, norm=0.5, latent_norm=0.7, start_adain=1.0
+    ),
+}  # fmt: skip

@@ -1,0 +1,107 @@
+"""What a weights file holds, told from its header alone; pickles are never opened."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from .errors import ModelError
+
+Header = dict[str, tuple[int, ...]]
+
+
+def read_header(path: Path, expected: str) -> Header:
+    """Names and shapes of a safetensors file's tensors.
+
+    Args:
+        expected: what should have been given, for the message.
+
+    Raises:
+        ModelError: the file is missing, a pickle or another format, or cut short.
+    """
+    if not path.is_file():
+        raise ModelError(f"{path} does not exist; give {expected}")
+    try:
+        with safe_open(path, "pt") as file:
+            return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
+    except (OSError, SafetensorError) as e:
+        raise ModelError(f"{path} {_not_safetensors(path, e)}. Give {expected}, as safetensors") from e
+
+
+def _not_safetensors(path: Path, error: Exception) -> str:
+    with path.open("rb") as file:
+        head = file.read(8)
+    if not head:
+        return "is empty (0 bytes)"
+    if head[:2] in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
+        return "is a pickle or zip archive (.ckpt, .pt, .bin), which can run code and is never loaded"
+    if head[:4] == b"GGUF":
+        return "is a GGUF file, which is not read"
+    return f"is not a whole safetensors file ({error}); the download may have been cut short"
+
+
+def read_tensors(path: Path, prefix: str = "", dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Tensors whose names begin with a prefix, on the CPU; the prefix stays. fp8 files come out in ``dtype``."""
+    with safe_open(path, "pt") as file:
+        found = {key: file.get_tensor(key) for key in file.keys() if key.startswith(prefix)}
+    return {k: v.to(dtype) if dtype and v.is_floating_point() else v for k, v in found.items()}
+
+
+@cache
+def _hash(path: Path, modified: int, size: int) -> str:
+    hashed = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 24):
+            hashed.update(piece)
+    return hashed.hexdigest()
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, or of the safetensors files in a folder; remembered while they do not change."""
+    files = [path] if path.is_file() else sorted(path.rglob("*.safetensors"))
+    hashes = [_hash(f, f.stat().st_mtime_ns, f.stat().st_size) for f in files]
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def describe(header: Header) -> str:
+    """What kind of weights these names belong to, in words for a message."""
+    names = list(header)
+
+    def some(*parts: str) -> bool:
+        return any(part in name for name in names for part in parts)
+
+    def begins(*parts: str) -> bool:
+        return any(name.startswith(parts) for name in names)
+
+    cross = next((s[-1] for n, s in header.items() if n.endswith("attn2.to_k.weight")), None)
+    base = {768: "SD 1.5", 1024: "SD 2", 2048: "SDXL", 1280: "the SDXL refiner"}.get(cross, "another model")
+    if not names:
+        return "it holds no tensors"
+    if some("lora_", ".lora", "hada_w", "lokr_w", "dora_scale"):
+        return "it is a LoRA"
+    if begins("ip_adapter.", "image_proj."):
+        return "it is an IP-Adapter"
+    if begins("control_model.", "controlnet_", "input_hint_block."):
+        return "it is a ControlNet"
+    if some("motion_modules"):
+        return "it is an AnimateDiff motion module"
+    if begins("unet.motion."):
+        return "it is veo-mini"
+    if begins("model.diffusion_model.input_blocks."):
+        return f"it is a checkpoint of {base}"
+    if begins("model.diffusion_model."):
+        return "it is a checkpoint of another architecture"
+    if begins("down_blocks.", "input_blocks."):
+        return f"it is the UNet alone, of {base}"
+    if begins("encoder.", "decoder.", "first_stage_model.") and some("decoder.conv_in", "decoder.conv1"):
+        return "it is a VAE alone"
+    if begins("vision_model.", "visual."):
+        return "it is a CLIP image encoder"
+    if begins("text_model.", "transformer.resblocks."):
+        return "it is a text encoder alone"
+    return f"its tensors are of an unknown kind ({', '.join(names[:3])}, ...)"
