@@ -4,7 +4,7 @@ from comfy_api.latest import ComfyExtension, io
 
 from .decode import VAEDecode
 from .denoise import STNormDenoiser
-from .model import LoadModel
+from .model import LoadModel, ModelFromComfy
 from .style import Encoder
 from .video import LoadVideo
 
@@ -13,4 +13,4 @@ class VeoStyleExtension(ComfyExtension):
     """What ComfyUI asks for the pack's nodes."""
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [LoadVideo, Encoder, LoadModel, STNormDenoiser, VAEDecode]
+        return [LoadVideo, Encoder, LoadModel, ModelFromComfy, STNormDenoiser, VAEDecode]

@@ -213,9 +213,11 @@ class Stylizer:
         starts = {s.start for s in latents.survey.scenes}
         fusion = fusion or TemporalFusion()
         end = total if end is None else end
-        for first in range(begin, end, latents.plan.decode_chunk):
+        first = begin
+        while first < end:
             monitor(Progress("decode", first, total))
-            count = min(latents.plan.decode_chunk, end - first)
+            stop = first + latents.plan.decode_chunk
+            count = min(stop if latents.timeline.factor == 1 else latents.timeline.group(first)[1], end) - first
             decoded = self._decoded(latents, first, first + count)
             motion = store.read("motion", first, count).to(self.backbone.device)
             fused = []
@@ -229,19 +231,22 @@ class Stylizer:
             del decoded, motion, fused
             yield frames
             del frames
-            monitor(Progress("decode", first + count, total, lambda: newest))  # noqa: B023
+            first += count
+            monitor(Progress("decode", first, total, lambda: newest))  # noqa: B023
 
     def _decoded(self, latents: StylizedLatents, begin: int, end: int) -> Tensor:
-        """Frames ``begin`` to ``end`` as the autoencoder gives them, scene by scene where it groups frames."""
-        timeline, pieces = latents.timeline, []
+        """Frames ``begin`` to ``end`` as the autoencoder gives them."""
+        timeline, store = latents.timeline, latents.store
+        if timeline.factor == 1:
+            return self.backbone.decode(store.read("latents", begin, end - begin).to(self.backbone.device))
+        pieces = []
         while begin < end:
-            stop = end
-            if timeline.factor > 1:
-                stop = min(end, next(s.end for s in timeline.frame_scenes if begin < s.end))
-            first = timeline.context(timeline.latent(begin))
+            start, stop = timeline.group(begin)
+            first = timeline.context(timeline.latent(start))
             count = timeline.latent(stop - 1) + 1 - first
-            frames = self.backbone.decode(latents.store.read("latents", first, count).to(self.backbone.device))
+            frames = self.backbone.decode(store.read("latents", first, count).to(self.backbone.device))
             skipped = begin - (timeline.end_frame(first + 1) - 1)
+            stop = min(stop, end)
             pieces.append(frames[skipped : skipped + stop - begin])
             begin = stop
         return torch.cat(pieces)
@@ -327,7 +332,8 @@ class _Sites:
         window: Window,
     ):
         self.backbone, self.flow, self.store, self.timeline = engine.backbone, engine.flow, store, timeline
-        self.chunk = max(1, chunk // timeline.factor)
+        # A causal autoencoder's result depends on what it is given together: there it is the window.
+        self.chunk = chunk if timeline.factor == 1 else None
         self.content, self.motion = state.content, state.motion
         self.next = window.start + window.shared
         first = timeline.frame(self.next)
@@ -357,7 +363,7 @@ class _Sites:
             self.content = self.motion = None
         while self.next < window.end:
             before_chunk()
-            self._take(window, min(self.chunk, window.end - self.next))
+            self._take(window, min(self.chunk or window.end, window.end - self.next))
         if window.start == window.scene.start == window.scene.anchor:
             self.store.save_state(f"anchor-{window.scene.anchor}", {"content": self.content[:1]})
         if self.timeline.factor > 1:

@@ -160,6 +160,8 @@ class StyleSession:
         if self.injection.adain == "key_value":
             begin, end = self.injection.blend
             b = begin + (end - begin) * self._progress
+            # A clip's tokens are those of several frames; the picture's are met by each of them.
+            whole_k, whole_v = (x.repeat(1, 1, k.shape[2] // x.shape[2], 1) for x in (whole_k, whole_v))
             return q, torch.lerp(whole_k, _adain(k, sk), b), torch.lerp(whole_v, _adain(v, sv), b)
         return q, whole_k, whole_v
 

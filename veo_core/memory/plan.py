@@ -14,7 +14,7 @@ from ..errors import BudgetError
 from ..motion.flow import STRIDE, FlowNet
 from ..motion.fusion import MOTION_CHANNELS, TemporalFusion, estimate_motion
 from ..options import StylizeOptions
-from ..sampling.timeline import CONTEXT
+from ..sampling.timeline import CONTEXT, GROUP
 from .trace import traced_peak
 
 MIB = 1 << 20
@@ -110,11 +110,14 @@ def make_plan(
     weights += CUDA_FIXED if device.type == "cuda" else HOST_FIXED
     budget = free_memory(device) + (weights if device.type != "cpu" else 0) if budget is None else budget
     chunks = [c for c in CHUNKS if device.type != "cpu" or c <= 4]
-    encode = next((c for c in chunks if weights + peaks.peak("encode", c) <= budget), None)
-    decode = next((c for c in chunks if weights + peaks.peak("decode", c) <= budget), None)
+    encodes, decodes = chunks, chunks
+    if backbone.time_factor > 1:
+        encodes, decodes = [options.window], [GROUP * backbone.time_factor]
+    encode = next((c for c in encodes if weights + peaks.peak("encode", c) <= budget), None)
+    decode = next((c for c in decodes if weights + peaks.peak("decode", c) <= budget), None)
     denoise = peaks.peak("denoise")
     if encode is None or decode is None or weights + denoise > budget:
-        least = weights + max(peaks.peak("encode"), peaks.peak("decode"), denoise)
+        least = weights + max(peaks.peak("encode", encodes[-1]), peaks.peak("decode", decodes[-1]), denoise)
         raise BudgetError(
             f"memory budget = {_mib(budget)} is too small for {size[0]}x{size[1]} frames in windows of {options.window}; "
             f"the smallest that works is {_mib(-(-least // MIB) * MIB)}. Give that much, or make the frames or the window smaller."

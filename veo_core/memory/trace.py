@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -55,6 +55,20 @@ def _convolution_workspace(args: tuple, out: torch.Tensor) -> int:
     return copied + out.nbytes if set(args[3]) == {1} else copied
 
 
+_active: list[_LiveBytes] = []
+
+
+def tracing(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of a trace: it has a shape and no values."""
+    return bool(_active) and isinstance(tensor, FakeTensor)
+
+
+def declare_workspace(size: float) -> None:
+    """Counts bytes that a computation outside PyTorch's sight is said to take at this point of a trace."""
+    if _active:
+        _active[-1].peak = max(_active[-1].peak, _active[-1].live + int(size))
+
+
 def traced_peak(compute: Callable[[], object], block: int = 512) -> int:
     """Most bytes that the tensors made by ``compute`` occupy at once.
 
@@ -67,7 +81,11 @@ def traced_peak(compute: Callable[[], object], block: int = 512) -> int:
     """
     with torch.inference_mode(False), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         live = _LiveBytes(block)
-        with live:
-            kept = compute()
-        del kept
+        _active.append(live)
+        try:
+            with live:
+                kept = compute()
+            del kept
+        finally:
+            _active.pop()
     return live.peak

@@ -7,7 +7,9 @@ from functools import cached_property
 
 from ..video.scenes import Scene
 
-CONTEXT = 2
+# Latent frames that a causal autoencoder is given before those it is asked for, and that it decodes together. They belong
+# to the result, as windows do: other numbers give other bits.
+CONTEXT, GROUP = 2, 4
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,12 @@ class Timeline:
         """The latent frame that a frame lies in."""
         at = next(i for i, s in enumerate(self.frame_scenes) if frame < s.end)
         return self.scenes[at].start + self.latents(frame - self.frame_scenes[at].start + 1) - 1
+
+    def group(self, frame: int) -> tuple[int, int]:
+        """The frames decoded together with a frame: a run of latent frames on a grid from its scene's start."""
+        scene = self.scenes[self.scene_of(self.latent(frame))]
+        first = scene.start + (self.latent(frame) - scene.start) // GROUP * GROUP
+        return self.frame(first), self.end_frame(min(first + GROUP, scene.end))
 
     def context(self, latent: int) -> int:
         """The latent frame from which a causal autoencoder must begin so that ``latent`` comes out as in a long clip."""

@@ -137,3 +137,12 @@ def _load_picture(path: Path) -> Tensor:
     except (OSError, SyntaxError, ValueError) as e:
         raise InputError(f"style image {path} is not a picture that can be read ({e}); give a PNG, JPEG or WebP") from e
     return torch.from_numpy(pixels).movedim(-1, 0) / 255
+
+
+def cover(picture: Tensor, height: int, width: int) -> Tensor:
+    """A picture ``[3, H, W]`` scaled and cut in its middle to fill a shape: ``[1, 3, height, width]``."""
+    scale = max(height / picture.shape[1], width / picture.shape[2])
+    size = [max(a, round(s * scale)) for a, s in zip((height, width), picture.shape[1:], strict=True)]
+    picture = F.interpolate(picture[None], size, mode="bicubic", antialias=True).clamp(0, 1)
+    top, left = (size[0] - height) // 2, (size[1] - width) // 2
+    return picture[..., top : top + height, left : left + width]

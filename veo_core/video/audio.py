@@ -12,6 +12,7 @@ import av
 import numpy as np
 
 from ..errors import InputError
+from .container import open_input
 from .reader import Clip
 
 
@@ -80,7 +81,7 @@ def open_audio(audio: AudioTrack | Waveform) -> Iterator[AudioPieces]:
         pieces = (np.ascontiguousarray(audio.samples[:, b : b + audio.rate], dtype=np.float32) for b in begins)
         yield AudioPieces(audio.rate, audio.samples.shape[0], pieces)
         return
-    with av.open(audio.path, metadata_errors="ignore") as container:
+    with open_input(audio.path) as container:
         if not container.streams.audio:
             raise InputError(f"{audio.path} has no audio")
         context = container.streams.audio[0].codec_context
@@ -128,7 +129,7 @@ def _decoded(container: av.container.InputContainer, stream) -> Iterator[av.Audi
 
 def copied_packets(track: AudioTrack, out_stream) -> Iterator[av.Packet]:
     """Packets of a span, moved to begin at zero, for a stream of the same codec."""
-    with av.open(track.path, metadata_errors="ignore") as container:
+    with open_input(track.path) as container:
         stream = container.streams.audio[0]
         begin = track.origin + track.start
         base = stream.time_base

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from .color import ColorTags, has_alpha, tags_of, to_rgb, tone_map
+from .container import open_input
 
 log = logging.getLogger(__name__)
 
@@ -363,7 +364,7 @@ def probe(path: Path, stream: int = 0) -> VideoInfo:
     if path.stat().st_size == 0:
         raise InputError(f"{path} is empty (0 bytes); export or download it again")
     try:
-        with av.open(path, metadata_errors="ignore") as container:
+        with open_input(path) as container:
             return _probe_container(path, container, stream)
     except av.FFmpegError as e:
         raise InputError(f"{path} is not a video that can be read ({e.strerror}); give a video file") from e
@@ -471,7 +472,7 @@ def _frames_of(container, video, report: ReadReport) -> Iterator[av.VideoFrame]:
 
 
 def _decode(path: Path, stream: int, report: ReadReport) -> Iterator[_Decoded]:
-    with av.open(path, metadata_errors="ignore") as container:
+    with open_input(path) as container:
         video = [v for v in container.streams.video if not v.disposition & av.stream.Disposition.attached_pic][stream]
         interval = 1 / Fraction(video.average_rate or video.guessed_rate or STILL_RATE)
         begin: Fraction | None = None

@@ -22,6 +22,7 @@ from torch import Tensor
 from ..errors import OutputError
 from .audio import AudioPieces, AudioTrack, Waveform, copied_packets, open_audio
 from .color import BT601, BT709, ColorTags, from_rgb
+from .container import open_input
 
 Codec = Literal["h264", "h265", "vp9", "av1", "prores4444", "ffv1", "png", "png16", "gif", "webp"]
 
@@ -202,7 +203,7 @@ class _Output:
         if self.audio is None or not self.encoder.audio:
             return
         if isinstance(self.audio, AudioTrack):
-            with av.open(self.audio.path, metadata_errors="ignore") as source:
+            with open_input(self.audio.path) as source:
                 if not source.streams.audio:
                     return
                 stream = source.streams.audio[0]

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -22,7 +21,7 @@ from ...sampling.inversion import invert
 from ...sampling.noise import frame_noise
 from ...sampling.sampler import WindowJob
 from ...sampling.schedule import DiffusionSchedule, make_scheduler
-from ...style.encoder import Style
+from ...style.encoder import Style, cover
 from ...style.injection import StyleInjection
 from ...style.prompts import Prompts
 from ...video.scenes import Survey
@@ -225,7 +224,7 @@ class _Run:
         """``[m, 4, h, w]``: the style pictures, cut to the frames' shape."""
         height, width = (side * self.model.factor for side in self.job.content.shape[-2:])
         return torch.cat(
-            [self.model.encode(_cover(p, height, width).to(self.model.device)) for p in self.condition.pictures]
+            [self.model.encode(cover(p, height, width).to(self.model.device)) for p in self.condition.pictures]
         )
 
     def _start(self) -> Tensor:
@@ -308,15 +307,6 @@ class _Run:
             clean = calibrate(clean, job.temporal(index), "latent", self.injection.latent_norm, moments)
         clean = job.fuse(index, clean)
         return output if clean is before else schedule.output(index, model_input, clean)
-
-
-def _cover(picture: Tensor, height: int, width: int) -> Tensor:
-    """A picture ``[3, H, W]`` scaled and cut in its middle to fill a shape: ``[1, 3, height, width]``."""
-    scale = max(height / picture.shape[1], width / picture.shape[2])
-    size = [max(a, round(s * scale)) for a, s in zip((height, width), picture.shape[1:], strict=True)]
-    picture = F.interpolate(picture[None], size, mode="bicubic", antialias=True).clamp(0, 1)
-    top, left = (size[0] - height) // 2, (size[1] - width) // 2
-    return picture[..., top : top + height, left : left + width]
 
 
 def load(

@@ -1,0 +1,474 @@
+"""A MODEL, VAE and CLIP of ComfyUI as a backbone of the engine: core samples, and the engine's style sessions listen in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import comfy.model_management
+import comfy.sample
+import comfy.samplers
+import torch
+from comfy.patcher_extension import WrappersMP
+from torch import Tensor
+
+from ..veo_core.backbones.base import Defaults
+from ..veo_core.errors import InputError, ModelError
+from ..veo_core.layers.st_norm import TemporalContext, calibrate, frame_moments
+from ..veo_core.layers.style_session import Site, StyleSession
+from ..veo_core.memory.trace import declare_workspace, tracing
+from ..veo_core.sampling.noise import frame_noise
+from ..veo_core.style.encoder import cover
+
+if TYPE_CHECKING:
+    from ..veo_core.options import StylizeOptions
+    from ..veo_core.sampling.sampler import WindowJob
+    from ..veo_core.style.encoder import Style
+    from ..veo_core.style.prompts import Prompts
+    from ..veo_core.video.scenes import Survey
+
+KEY = "veostyle"
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is particular to a kind of model.
+
+    Attributes:
+        name: for people. blocks: where a transformer keeps its blocks; empty for UNets.
+        patch: latent pixels in a token's side.
+    """
+
+    name: str
+    blocks: str
+    patch: int
+    defaults: Defaults
+
+
+FAMILIES = {
+    "BaseModel": Family("SD 1.5", "", 1, Defaults(steps=20, guidance=7.0, window=16, overlap=4)),
+    "SDXL": Family("SDXL", "", 1, Defaults(steps=20, guidance=6.0, window=16, overlap=4)),
+    "WAN21": Family("Wan 2.1", "blocks", 2, Defaults(steps=20, guidance=5.0, window=33, overlap=8)),
+    "WAN22": Family("Wan 2.2", "blocks", 2, Defaults(steps=20, guidance=5.0, window=33, overlap=8)),
+    "LTXV": Family("LTXV", "transformer_blocks", 1, Defaults(steps=20, guidance=3.0, window=49, overlap=16)),
+}
+
+
+def family_of(model: Any) -> Family:
+    """The family of a MODEL. Raises ModelError for another architecture."""
+    kind, config = type(model.model).__name__, type(model.model.model_config).__name__
+    if kind not in FAMILIES or (kind == "BaseModel" and config != "SD15"):
+        known = ", ".join(f.name for f in FAMILIES.values())
+        raise ModelError(f"model is a {config} ({kind}), which is not known here; give a MODEL of {known}")
+    return FAMILIES[kind]
+
+
+@dataclass
+class ComfyCondition:
+    """A style as read for one run: pictures with shares and weight, and each text that occurs as core's conditioning."""
+
+    pictures: tuple[Tensor, ...]
+    shares: tuple[float, ...]
+    weight: float
+    prompts: Prompts
+    encoded: dict[str, list]
+
+    def positive(self, frames: list[int], scene: int) -> list:
+        """Core's conditioning for a batch of frames."""
+        parts = [self.prompts.at(f, scene) for f in frames]
+        texts = {text for part in parts for text, _ in part}
+        if len(texts) == 1:
+            return self.encoded[texts.pop()]
+        mixed = [self._mix(part) for part in parts]
+        longest = max(tokens.shape[1] for tokens, _ in mixed)
+        tokens = torch.cat([t.repeat(1, -(-longest // t.shape[1]), 1)[:, :longest] for t, _ in mixed])
+        extra = dict(self.encoded[parts[0][0][0]][0][1])
+        if extra.get("pooled_output") is not None:
+            extra["pooled_output"] = torch.cat([pooled for _, pooled in mixed])
+        return [[tokens, extra]]
+
+    def _mix(self, part: list[tuple[str, float]]) -> tuple[Tensor, Tensor | None]:
+        entries = [(self.encoded[text][0], share) for text, share in part]
+        longest = max(e[0].shape[1] for e, _ in entries)
+        tokens = sum(e[0].repeat(1, -(-longest // e[0].shape[1]), 1)[:, :longest] * s for e, s in entries)
+        if entries[0][0][1].get("pooled_output") is None:
+            return tokens, None
+        return tokens, sum(e[1]["pooled_output"] * s for e, s in entries)
+
+
+class ComfyBackbone:
+    """Implements :class:`~..veo_core.backbones.base.Backbone` for SD 1.5, SDXL, Wan and LTXV as core loads them.
+
+    Core's sampler runs each window on a clone of the MODEL, so that LoRA, ControlNet and what other packs patched go on
+    working. With strength 0 the result is core's own.
+
+    Args:
+        model, vae, clip: of core. sampler, scheduler: names in core's lists.
+        identity: tells this model from others across sessions.
+    """
+
+    def __init__(self, model: Any, vae: Any, clip: Any, sampler: str, scheduler: str, identity: str):
+        self.family = family_of(model)
+        self.model, self.vae, self.clip = model, vae, clip
+        self.sampler, self.scheduler = sampler, scheduler
+        self.name, self.digest = f"ComfyUI {self.family.name}", f"{identity}-{sampler}-{scheduler}"
+        self.defaults = self.family.defaults
+        self.channels = model.model.latent_format.latent_channels
+        if vae.latent_channels != self.channels:
+            raise ModelError(
+                f"vae gives latents of {vae.latent_channels} channels, and {self.family.name} takes {self.channels}; "
+                "connect the VAE that belongs to the model"
+            )
+        self.factor = vae.spacial_compression_encode()
+        self.time_factor = (vae.temporal_compression_decode() or 1) if self.is_video else 1
+        self.multiple = self.factor * self.family.patch
+        self.weight_bytes = model.model_size()
+
+    @property
+    def is_video(self) -> bool:
+        """Whether frames of a window are one clip to the model, with attention over time of its own."""
+        return bool(self.family.blocks)
+
+    @property
+    def module(self) -> torch.nn.Module:
+        return self.model.model
+
+    @property
+    def device(self) -> torch.device:
+        return comfy.model_management.get_torch_device()
+
+    def encode(self, frames: Tensor) -> Tensor:
+        if tracing(frames):
+            declare_workspace(self.vae.memory_used_encode(_video_shape(self, frames.shape), self.vae.vae_dtype))
+            count = 1 + (len(frames) - 1) // self.time_factor
+            return frames.new_empty(count, self.channels, *(s // self.factor for s in frames.shape[2:]))
+        latents = self.vae.encode(frames.movedim(1, -1)[..., :3]).to(self.device, torch.float32)
+        return latents[0].movedim(1, 0) if self.is_video else latents
+
+    def decode(self, latents: Tensor) -> Tensor:
+        if tracing(latents):
+            declare_workspace(self.vae.memory_used_decode(_video_shape(self, latents.shape), self.vae.vae_dtype))
+            count = 1 + (len(latents) - 1) * self.time_factor
+            return latents.new_empty(count, 3, *(s * self.factor for s in latents.shape[2:]))
+        frames = self.vae.decode(latents.movedim(0, 1)[None] if self.is_video else latents)
+        frames = frames[0] if frames.ndim == 5 else frames
+        return frames.to(self.device, torch.float32).movedim(-1, 1)
+
+    def condition(self, style: Style, options: StylizeOptions, survey: Survey) -> ComfyCondition:
+        if options.injection.inversion:
+            raise InputError("inversion = True is for checkpoints of Load Model (VeoStyle); turn it off for a MODEL")
+        prompts = style.prompts.checked(survey)
+        texts = {"", prompts.negative}
+        for index, scene in enumerate(survey.scenes):
+            texts |= {text for frame in range(scene.start, scene.end) for text, _ in prompts.at(frame, index)}
+        rate = float(survey.frames / survey.duration) if survey.duration else 25.0
+        encoded = {text: self._encoded(text, rate) for text in sorted(texts)}
+        return ComfyCondition(style.pictures, style.weights, style.weight, prompts, encoded)
+
+    def _encoded(self, text: str, rate: float) -> list:
+        conditioning = self.clip.encode_from_tokens_scheduled(self.clip.tokenize(text))
+        if self.family.name != "LTXV":
+            return conditioning
+        return [[tokens, extra | {"frame_rate": rate}] for tokens, extra in conditioning]
+
+    def sample(self, condition: ComfyCondition, job: WindowJob) -> Tensor:
+        return _Run(self, condition, job).latents()
+
+    def rehearse(self, x: Tensor, options: StylizeOptions) -> Tensor:
+        batch = 1 if self.is_video else len(x)
+        shape = [batch * (2 if options.guidance > 1 else 1), *_video_shape(self, x.shape)[1:]]
+        declare_workspace(int(self.model.memory_required(shape)))
+        return torch.empty_like(x)
+
+
+def _video_shape(backbone: ComfyBackbone, shape: torch.Size) -> tuple[int, ...]:
+    """``[n, C, h, w]`` as core's estimates take it: a video is ``[1, C, n, h, w]``."""
+    return (1, shape[1], shape[0], *shape[2:]) if backbone.is_video else tuple(shape)
+
+
+class _Run:
+    """One window through core's sampler."""
+
+    def __init__(self, backbone: ComfyBackbone, condition: ComfyCondition, job: WindowJob):
+        self.backbone, self.condition, self.job = backbone, condition, job
+        injection = job.options.injection.scaled(job.options.strength)
+        if not condition.pictures:
+            injection = injection.model_copy(update={"attention": 0.0, "start_adain": 0.0})
+        weight = min(1.0, condition.weight)
+        self.injection = injection.model_copy(update={"attention": injection.attention * weight})
+        self.session = StyleSession(self.injection)
+        # A video's first latent frame is its anchor already.
+        self.skipped = int(backbone.is_video and job.window.start == job.window.scene.anchor)
+        self.calls, self.recorded, self.recording = 0, None, False
+
+    @torch.no_grad()
+    def latents(self) -> Tensor:
+        backbone, job, options = self.backbone, self.job, self.job.options
+        job.before_step(0)
+        content = self._content()
+        with self._patched() as model:
+            sampler = comfy.samplers.KSampler(
+                model, options.steps, backbone.device, backbone.sampler, backbone.scheduler, 1.0, model.model_options
+            )
+            done = min(max(1, int(options.steps * options.denoise)), options.steps)
+            frames = job.frames[self.skipped :]
+            result = comfy.sample.sample_custom(
+                model,
+                self._to_core(job.noise()[self.skipped :]),
+                options.guidance if condition_matters(self.condition) else 1.0,
+                self._sampler(),
+                sampler.sigmas[options.steps - done :] if done < options.steps else sampler.sigmas,
+                self.condition.positive(frames[len(frames) // 2 :][:1] if backbone.is_video else frames, job.scene),
+                self.condition.encoded[self.condition.prompts.negative],
+                self._to_core(content[self.skipped :]),
+                callback=lambda step, clean, x, total: job.before_step(step),
+                disable_pbar=True,
+                seed=options.seed,
+            )
+        result = self._from_core(result.to(job.content))
+        return torch.cat([result[: self.skipped], result])
+
+    def _to_core(self, x: Tensor) -> Tensor:
+        return x.movedim(0, 1)[None] if self.backbone.is_video else x
+
+    def _from_core(self, x: Tensor) -> Tensor:
+        return x[0].movedim(0, 1) if self.backbone.is_video else x
+
+    def _processed(self, x: Tensor) -> Tensor:
+        """Latents as the network knows them."""
+        return self._from_core(self.backbone.model.model.process_latent_in(self._to_core(x)))
+
+    def _sampler(self) -> Any:
+        """Core's sampler; where it adds noise between steps, each frame has its own."""
+        made = comfy.samplers.sampler_object(self.backbone.sampler)
+        function = getattr(made, "sampler_function", None)
+        if function is None or "noise_sampler" not in function.__code__.co_varnames[: function.__code__.co_argcount]:
+            return made
+        generators = self.job.generators()[self.skipped :]
+        shape = self.job.content.shape[1:]
+
+        def noise(sigma: Tensor, sigma_next: Tensor) -> Tensor:
+            drawn = torch.stack([torch.randn(shape, generator=g) for g in generators])
+            return self._to_core(drawn).to(self.backbone.device)
+
+        made.extra_options = made.extra_options | {"noise_sampler": noise}
+        return made
+
+    def _content(self) -> Tensor:
+        content, self.style = self.job.content, None
+        if not self.condition.pictures or self.injection.plain:
+            return content
+        height, width = (side * self.backbone.factor for side in content.shape[-2:])
+        pictures = [cover(p, height, width).to(self.backbone.device) for p in self.condition.pictures]
+        self.style = torch.cat([self.backbone.encode(p) for p in pictures])
+        return calibrate(content, TemporalContext(1), "start", self.injection.start_adain, self._moments(self.style))
+
+    def _moments(self, style: Tensor) -> Tensor:
+        shares = torch.tensor(self.condition.shares, device=style.device)[:, None, None]
+        return (frame_moments(style, 1)[:, 0] * shares).sum(0)
+
+    @contextmanager
+    def _patched(self) -> Iterator[Any]:
+        """A clone of the MODEL whose attention, network and predictions come by here; nothing is left afterwards."""
+        model = self.backbone.model.clone()
+        model.set_model_sampler_post_cfg_function(lambda args: self._fused(args["denoised"]))
+        with ExitStack() as stack:
+            if not self.injection.plain:
+                self._listen(model, stack)
+            yield model
+
+    def _listen(self, model: Any, stack: ExitStack) -> None:
+        at = SimpleNamespace(block=None, calls=0)
+        network = model.get_model_object("diffusion_model")
+        if self.backbone.is_video:
+            count = len(getattr(network, self.backbone.family.blocks))
+            _watch_blocks(model, count, at)
+            sites = {i: Site(str(i), i / max(1, count - 1)) for i in range(count)}
+        else:
+            _watch_self_attention(model, at)
+            sites = _unet_sites(network)
+            if self.injection.norm:
+                for name, norm in _up_norms(network):
+                    hook = _norm_hook(self.session, Site(name, 1.0))
+                    stack.callback(norm.register_forward_hook(hook).remove)
+        _override_attention(model, self.session, at, sites)
+        model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, self._network)
+
+    def _network(self, executor: Callable, *args: Any, **kwargs: Any) -> Any:
+        """The network's own call, after the session was shown the style and the source at this level of noise."""
+        if self.recording:
+            return executor(*args, **kwargs)
+        options = args[5]
+        sigma = options["sigmas"][:1]
+        if self.style is not None and self.recorded != float(sigma):
+            self.recorded, self.recording = float(sigma), True
+            try:
+                self._record(executor, args, kwargs, sigma)
+            finally:
+                self.recording = False
+        sigmas = options["sample_sigmas"]
+        progress = float((sigmas.to(sigma) - sigma).abs().argmin()) / max(1, len(sigmas) - 2)
+        temporal = self.job.temporal(self.calls)
+        branch = "-".join(map(str, options.get("cond_or_uncond", [])))
+        temporal = replace(temporal, scope=f"{temporal.scope}{branch}.")
+        if self.backbone.is_video:
+            temporal = replace(temporal, frames=1)
+        with self.session.apply(min(1.0, progress), temporal):
+            return executor(*args, **kwargs)
+
+    def _record(self, executor: Callable, args: tuple, kwargs: dict, sigma: Tensor) -> None:
+        if self.session.wants_style:
+            places = range(-len(self.style), 0)
+            noise = frame_noise(self.job.options.seed, places, tuple(self.style.shape[1:]))
+            style = self.style[:, :, None] if self.backbone.is_video else self.style
+            with self.session.record_style(list(self.condition.shares)):
+                self._evaluate(executor, args, kwargs, sigma, style, noise.reshape(style.shape))
+        if self.session.wants_content:
+            content, noise = (self._to_core(x[self.skipped :]) for x in (self.job.content, self.job.noise()))
+            with self.session.record_content():
+                self._evaluate(executor, args, kwargs, sigma, content, noise)
+
+    def _evaluate(
+        self, executor: Callable, args: tuple, kwargs: dict, sigma: Tensor, latents: Tensor, noise: Tensor
+    ) -> None:
+        """The network on other latents, with the words that the batch's first entry has and without ControlNet."""
+        model, x = self.backbone.model.model, args[0]
+        sampling, count = model.model_sampling, len(latents)
+        clean = model.process_latent_in(latents.to(sigma.device))
+        sigmas = sigma.expand(count)
+        shaped = sigmas.reshape(-1, *[1] * (clean.ndim - 1))
+        noisy = sampling.noise_scaling(shaped, noise.to(clean), clean, False)
+        scaled = sampling.calculate_input(sigmas, noisy).to(x.dtype)
+        # What core concatenates to the latents, such as an image-to-video model's first frame, stays as it is.
+        if x.shape[1] > scaled.shape[1]:
+            rest = x[:1, scaled.shape[1] :, : scaled.shape[2]] if x.ndim == 5 else x[:1, scaled.shape[1] :]
+            scaled = torch.cat([scaled, rest.expand(count, *rest.shape[1:])], dim=1)
+
+        def first(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.ndim and len(value) == len(x):
+                return value[:1].expand(count, *value.shape[1:])
+            return value
+
+        others = [first(v) for v in args[1:]]
+        if not self.backbone.is_video:
+            others[3] = None
+        executor(scaled, *others, **{k: None if k == "control" else first(v) for k, v in kwargs.items()})
+
+    def _fused(self, clean: Tensor) -> Tensor:
+        """A predicted clean batch after ST-Norm and the cross-fade with the window before."""
+        index, frames = self.calls, self._from_core(clean)
+        self.calls += 1
+        if not self.injection.plain and self.injection.latent_norm:
+            moments = None if self.style is None else self._moments(self._processed(self.style))
+            temporal = replace(self.job.temporal(index), frames=len(frames))
+            frames = calibrate(frames, temporal, "latent", self.injection.latent_norm, moments)
+        fused = self.job.fuse(index, torch.cat([frames[: self.skipped], frames]))[self.skipped :]
+        return clean if fused.equal(self._from_core(clean)) else self._to_core(fused).to(clean)
+
+
+def condition_matters(condition: ComfyCondition) -> bool:
+    """Whether there are words for guidance to work on."""
+    return bool(condition.prompts or condition.prompts.negative)
+
+
+def _unet_sites(network: torch.nn.Module) -> dict[tuple[str, int, int], Site]:
+    """Self-attentions of a UNet by side, block and place in the block, as core's options name them."""
+    found = [n.split(".") for n, _ in network.named_modules() if n.endswith(".attn1")]
+    up = [n for n in found if n[0] == "output_blocks"]
+    sites = {}
+    for name in found:
+        side = {"input_blocks": "input", "middle_block": "middle", "output_blocks": "output"}[name[0]]
+        block = 0 if side == "middle" else int(name[1])
+        depth = up.index(name) / max(1, len(up) - 1) if name in up else None
+        sites[side, block, int(name[-2])] = Site(".".join(name), depth)
+    return sites
+
+
+def _up_norms(network: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """First group norm of each residual block of the up path."""
+    found = ((n, m) for n, m in network.named_modules() if n.startswith("output_blocks."))
+    return [(n, m) for n, m in found if n.endswith(".in_layers.0")]
+
+
+def _norm_hook(session: StyleSession, site: Site) -> Callable:
+    return lambda module, inputs, output: session.normalise(site, output)
+
+
+def _watch_self_attention(model: Any, at: SimpleNamespace) -> None:
+    """Notes which attention of a UNet comes next."""
+
+    def self_attention(n: Tensor, context: Tensor, value: Tensor, extra: dict) -> tuple[Tensor, Tensor, Tensor]:
+        at.block = (*extra["block"][:2], extra["block_index"])
+        return n, context, value
+
+    def cross_attention(n: Tensor, context: Tensor, value: Tensor, extra: dict) -> tuple[Tensor, Tensor, Tensor]:
+        at.block = None
+        return n, context, value
+
+    model.set_model_attn1_patch(self_attention)
+    model.set_model_attn2_patch(cross_attention)
+
+
+def _watch_blocks(model: Any, count: int, at: SimpleNamespace) -> None:
+    """Notes which block of a transformer runs; a block's first attention is its self-attention."""
+    existing = model.model_options["transformer_options"].get("patches_replace", {}).get("dit", {})
+    for index in range(count):
+        before = existing.get(("double_block", index))
+
+        def block(args: dict, extra: dict, index: int = index, before: Callable | None = before) -> dict:
+            at.block, at.calls = index, 0
+            try:
+                return before(args, extra) if before else extra["original_block"](args)
+            finally:
+                at.block = None
+
+        model.set_model_patch_replace(block, "dit", "double_block", index)
+
+
+def _override_attention(model: Any, session: StyleSession, at: SimpleNamespace, sites: dict[Any, Site]) -> None:
+    """Hands self-attentions to the session; what another pack has set there is still called."""
+    options = model.model_options["transformer_options"]
+    before = options.get("optimized_attention_override")
+
+    def override(
+        func: Callable,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        heads: int,
+        mask: Tensor | None = None,
+        attn_precision: Any = None,
+        skip_reshape: bool = False,
+        skip_output_reshape: bool = False,
+        **more: Any,
+    ) -> Tensor:
+        def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            settings = {
+                "mask": mask,
+                "attn_precision": attn_precision,
+                "skip_reshape": skip_reshape,
+                "skip_output_reshape": skip_output_reshape,
+            }
+            return (
+                before(func, q, k, v, heads, **settings, **more) if before else func(q, k, v, heads, **settings, **more)
+            )
+
+        is_self, at.calls = at.block is not None and (at.calls == 0 or isinstance(at.block, tuple)), at.calls + 1
+        if not is_self or at.block not in sites or skip_reshape or skip_output_reshape:
+            return core(q, k, v)
+
+        def split(x: Tensor) -> Tensor:
+            return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+        def join(x: Tensor) -> Tensor:
+            return x.transpose(1, 2).flatten(2)
+
+        attended = session.attend(
+            sites[at.block], *map(split, (q, k, v)), lambda q, k, v: split(core(*map(join, (q, k, v))))
+        )
+        return join(attended)
+
+    options["optimized_attention_override"] = override

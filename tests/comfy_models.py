@@ -1,0 +1,313 @@
+"""Run by a real ComfyUI's Python: tiny models of each family through the pack's nodes; prints what held as JSON.
+
+COMFYUI_PATH=... VEOSTYLE_ROOT=... python comfy_models.py FOLDER
+"""
+
+import collections
+import importlib
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+core, root, work = os.environ["COMFYUI_PATH"], os.environ["VEOSTYLE_ROOT"], Path(sys.argv[1])
+DEVICE = os.environ.get("VEOSTYLE_DEVICE", "cpu")
+sys.argv = ["x", "--cpu"] if DEVICE == "cpu" else ["x"]
+sys.path.insert(0, core)
+os.chdir(core)
+logging.disable(logging.INFO)
+
+import comfy.options  # noqa: E402
+
+comfy.options.enable_args_parsing()
+import comfy.ldm.wan.vae  # noqa: E402
+import comfy.model_patcher  # noqa: E402
+import comfy.sample  # noqa: E402
+import comfy.sd  # noqa: E402
+import comfy.supported_models as models  # noqa: E402
+import torch  # noqa: E402
+
+(work / "packs").mkdir(exist_ok=True)
+(work / "packs" / "comfyui_veostyle").symlink_to(root)
+sys.path.insert(0, str(work / "packs"))
+torch.set_grad_enabled(False)
+
+
+def randomised(module, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in module.named_parameters():
+        if p.ndim > 1:
+            p.data = torch.randn(p.shape, generator=generator) / p[0].numel() ** 0.5
+        else:
+            value = 1.0 if name.endswith(("weight", "gamma")) else 0.0
+            p.data = torch.full(p.shape, value) + 0.02 * torch.randn(p.shape, generator=generator)
+    return module.eval()
+
+
+def patcher(config, unet):
+    made = config(unet)
+    made.set_inference_dtype(torch.float32, None)
+    model = randomised(made.get_model({}, "", device=torch.device("cpu")))
+    device = comfy.model_management.get_torch_device()
+    return comfy.model_patcher.ModelPatcher(model, load_device=device, offload_device=torch.device("cpu"))
+
+
+def unet(base, **more):
+    small = {
+        "image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": 32, "num_res_blocks": [1, 1],
+        "channel_mult": [1, 2], "transformer_depth_middle": 1, "use_spatial_transformer": True, "legacy": False,
+        "dtype": torch.float32,
+    }  # fmt: skip
+    return dict(base.unet_config) | small | more
+
+
+def sd15():
+    config = unet(
+        models.SD15, transformer_depth=[1, 1], transformer_depth_output=[1, 1, 1, 1], num_heads=4, adm_in_channels=None
+    )
+    return patcher(models.SD15, config), image_vae(), Words(768)
+
+
+def sdxl():
+    config = unet(
+        models.SDXL, transformer_depth=[0, 1], transformer_depth_output=[0, 0, 1, 1], num_head_channels=16,
+        num_heads=-1, num_classes="sequential", adm_in_channels=2816, context_dim=2048,
+    )  # fmt: skip
+    return patcher(models.SDXL, config), image_vae(), Words(2048)
+
+
+def wan():
+    config = {
+        "image_model": "wan2.1", "model_type": "t2v", "dim": 48, "ffn_dim": 96, "num_heads": 2, "num_layers": 3,
+        "in_dim": 16, "out_dim": 16, "text_dim": 4096, "freq_dim": 64, "patch_size": (1, 2, 2), "window_size": (-1, -1),
+        "qk_norm": True, "cross_attn_norm": True, "eps": 1e-6,
+    }  # fmt: skip
+    plain = comfy.ldm.wan.vae.WanVAE
+    made = randomised(
+        plain(
+            dim=8,
+            z_dim=16,
+            dim_mult=[1, 2, 4, 4],
+            num_res_blocks=2,
+            attn_scales=[],
+            temperal_downsample=[False, True, True],
+            dropout=0.0,
+        )
+    )
+    comfy.ldm.wan.vae.WanVAE = lambda **settings: plain(**{**settings, "dim": 8})
+    try:
+        vae = comfy.sd.VAE(sd=made.state_dict())
+    finally:
+        comfy.ldm.wan.vae.WanVAE = plain
+    return patcher(models.WAN21_T2V, config), vae, Words(4096)
+
+
+def ltxv():
+    from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE
+
+    config = {
+        "image_model": "ltxv", "in_channels": 128, "cross_attention_dim": 128, "attention_head_dim": 64,
+        "num_attention_heads": 2, "caption_channels": 4096, "num_layers": 3,
+    }  # fmt: skip
+    blocks = [["res_x", 1], ["compress_all", 1], ["compress_all", 1], ["compress_all", 1], ["res_x", 1]]
+    cfg = {
+        "dims": 3, "in_channels": 3, "out_channels": 3, "latent_channels": 128, "blocks": blocks, "norm_layer": "pixel_norm",
+        "patch_size": 4, "latent_log_var": "uniform", "causal_decoder": False, "encoder_base_channels": 32,
+        "decoder_base_channels": 32,
+    }  # fmt: skip
+    made = randomised(VideoVAE(version=0, config=cfg))
+    state = made.state_dict()
+    state["per_channel_statistics.std-of-means"] = torch.ones(128)
+    state["per_channel_statistics.mean-of-means"] = torch.zeros(128)
+    vae = comfy.sd.VAE(sd=state, metadata={"config": json.dumps({"vae": cfg})})
+    return patcher(models.LTXV, config), vae, Words(4096, mask=True)
+
+
+def image_vae():
+    from comfy.ldm.models.autoencoder import AutoencoderKL
+
+    shape = {
+        "double_z": True, "z_channels": 4, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 32, "ch_mult": [1, 1, 1, 1],
+        "num_res_blocks": 1, "attn_resolutions": [], "dropout": 0.0,
+    }  # fmt: skip
+    made = randomised(AutoencoderKL(ddconfig=shape, embed_dim=4))
+    return comfy.sd.VAE(sd=made.state_dict(), config={"params": {"ddconfig": shape, "embed_dim": 4}})
+
+
+class Words:
+    """Stands in for a CLIP: random tokens that depend on the text."""
+
+    def __init__(self, width, mask=False):
+        self.width, self.mask = width, mask
+
+    def tokenize(self, text, **_):
+        return text
+
+    def encode_from_tokens_scheduled(self, text, **_):
+        generator = torch.Generator().manual_seed(sum(text.encode()))
+        extra = {"pooled_output": torch.randn(1, 1280, generator=generator)}
+        if self.mask:
+            extra["attention_mask"] = torch.ones(1, 12, dtype=torch.long)
+        return [[torch.randn(1, 77 if self.width < 4096 else 12, self.width, generator=generator), extra]]
+
+
+def make_clip(path, frames, size):
+    from fractions import Fraction
+
+    from comfyui_veostyle.veo_core.video.writer import OutputFormat, VideoWriter
+
+    generator = torch.Generator().manual_seed(0)
+    coarse = torch.rand(1, 3, 5, 9, generator=generator)
+    scene = torch.nn.functional.interpolate(coarse, (size[1], size[0] + frames), mode="bicubic").clamp(0, 1)
+    with VideoWriter(path, size, Fraction(24), output=OutputFormat("ffv1")) as writer:
+        for i in range(frames):
+            writer.write(scene[..., i : i + size[0]], [Fraction(i, 24)])
+
+
+def main():
+    import folder_paths
+
+    folder_paths.set_output_directory(str(work / "output"))
+    folder_paths.set_temp_directory(str(work / "temp"))
+    nodes = importlib.import_module("comfyui_veostyle.nodes")
+    from comfyui_veostyle.nodes import model as model_nodes
+    from comfyui_veostyle.veo_core.options import parse_options
+    from comfyui_veostyle.veo_core.style.encoder import style_from_tensors
+    from comfyui_veostyle.veo_core.style.prompts import parse_prompts
+    from comfyui_veostyle.veo_core.video.reader import open_clip
+
+    del nodes
+    from comfyui_veostyle.nodes.comfy_backbone import ComfyBackbone
+
+    report = {}
+    for name, make in (("sd15", sd15), ("sdxl", sdxl), ("wan", wan), ("ltxv", ltxv)):
+        begin = time.time()
+        model, vae, clip = make()
+        frames, size = (19, (96, 64)) if name != "ltxv" else (27, (96, 64))
+        make_clip(work / f"{name}.mkv", frames, size)
+        video = open_clip(work / f"{name}.mkv")
+        words = style_from_tensors([], prompts=parse_prompts("a red house\n@0 at night\n@9 at dawn", "blurry"))
+        one_prompt = style_from_tensors([], prompts=parse_prompts("a red house", "blurry"))
+        picture = torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(1))
+        pictures = style_from_tensors([picture], prompts=parse_prompts("a red house", "blurry"))
+        window = {"window": 8, "overlap": 2} if name in ("sd15", "sdxl") else {"window": 17, "overlap": 8}
+        held = {}
+
+        def engine_of(model):
+            return model_nodes.loaded(ComfyBackbone(model, vae, clip, "euler", "normal", name)).engine  # noqa: B023
+
+        def run(model, style, folder, **options):
+            options = parse_options(steps=4, guidance=3.0, **{"denoise": 0.5, **window, **options})  # noqa: B023
+            engine = engine_of(model)
+            plan = engine.plan(video, options)  # noqa: B023
+            latents = engine.denoise(video, style, options, work / folder, plan)  # noqa: B023
+            samples = latents.samples.clone()
+            decoded = torch.cat(list(engine.decode(latents)))
+            latents.store.remove()
+            return samples, decoded
+
+        base, pixels = run(model, one_prompt, f"{name}-base", strength=0.0, window=max(frames, 2), overlap=0)
+        held["frames"] = list(pixels.shape) == [frames, 3, size[1], size[0]]
+        held["finite"] = bool(pixels.isfinite().all() and base.isfinite().all())
+        held["plain is core's"] = plain_is_core_s(engine_of(model), video, one_prompt, base, name, frames)
+        styled, decoded = run(model, pictures, f"{name}-styled")
+        held["styled differs"] = bool((styled - base).abs().max() > 1e-3 and decoded.isfinite().all())
+        again, _ = run(model, pictures, f"{name}-again")
+        held["same again"] = bool(torch.equal(styled, again))
+        timeline, _ = run(model, words, f"{name}-timeline")
+        held["timeline differs"] = bool((timeline - styled).abs().max() > 1e-3)
+        held["plain unharmed"] = bool(
+            torch.equal(
+                run(model, one_prompt, f"{name}-base2", strength=0.0, window=max(frames, 2), overlap=0)[0], base
+            )
+        )
+        lora = with_lora(model)
+        held["lora"] = bool(
+            (run(lora, pictures, f"{name}-lora")[0] - styled).abs().max() > 1e-4
+            and torch.equal(run(model, pictures, f"{name}-lora2")[0], styled)
+        )
+        other = model.clone()
+        calls = collections.Counter()
+
+        def theirs(func, *args, **kwargs):
+            calls["override"] += 1  # noqa: B023
+            return func(*args, **kwargs)
+
+        other.model_options["transformer_options"]["optimized_attention_override"] = theirs
+        chained, _ = run(other, pictures, f"{name}-chained")
+        held["their override is called"] = calls["override"] > 0
+        held["their override changes nothing"] = bool(torch.equal(chained, styled))
+        report[name] = held
+        print(name, f"{time.time() - begin:.1f} s", held, file=sys.stderr)
+    report["errors"] = errors()
+    print("REPORT " + json.dumps(report))
+
+
+def plain_is_core_s(engine, video, style, base, name, frames):
+    """With strength 0, what core's own sampler gives for the same noise and latents."""
+    from comfyui_veostyle.veo_core.options import parse_options
+    from comfyui_veostyle.veo_core.sampling.noise import frame_noise
+    from comfyui_veostyle.veo_core.video.scenes import survey
+
+    backbone = engine.backbone
+    seen = survey(video)
+    images = torch.stack([f.image for f in video.frames()])
+    missing = -(frames - 1) % backbone.time_factor
+    images = torch.nn.functional.pad(
+        images, (0, -images.shape[-1] % backbone.multiple, 0, -images.shape[-2] % backbone.multiple), mode="replicate"
+    )
+    images = torch.cat([images, images[-1:].expand(missing, -1, -1, -1)])
+    content = backbone.encode(images.to(backbone.device)).cpu()
+    places = [0] + [1 + (i - 1) * backbone.time_factor for i in range(1, len(content))]
+    noise = torch.cat([frame_noise(0, range(f, f + 1), tuple(content.shape[1:])) for f in places])
+    # For images the anchor, which is the first frame here, stands before them in the batch.
+    if not backbone.is_video:
+        content, noise = torch.cat([content[:1], content]), torch.cat([noise[:1], noise])
+    condition = backbone.condition(style, parse_options(), seen)
+    shaped = (lambda x: x.movedim(0, 1)[None]) if backbone.is_video else (lambda x: x)
+    out = comfy.sample.sample(
+        backbone.model, shaped(noise), 4, 3.0, "euler", "normal", condition.encoded["a red house"],
+        condition.encoded["blurry"], shaped(content), start_step=2, disable_pbar=True, seed=0,
+    )  # fmt: skip
+    out = out[0].movedim(0, 1) if backbone.is_video else out[1:]
+    return bool(torch.equal(out.float(), base)) or float((out.float() - base).abs().max())
+
+
+def with_lora(model):
+    import comfy.weight_adapter
+
+    keys = [k for k in model.model.state_dict() if k.endswith(("attn1.to_q.weight", "self_attn.q.weight"))]
+    patches = {}
+    for key in keys:
+        weight = model.model.state_dict()[key]
+        generator = torch.Generator().manual_seed(4)
+        up = torch.randn(weight.shape[0], 4, generator=generator)
+        down = torch.randn(4, weight.shape[1], generator=generator)
+        patches[key] = comfy.weight_adapter.LoRAAdapter(set(), (up, down, 4.0, None, None, None))
+    patched = model.clone()
+    assert patched.add_patches(patches, 0.5)
+    return patched
+
+
+def errors():
+    """What must be refused, and with which words."""
+    from comfyui_veostyle.nodes.comfy_backbone import ComfyBackbone
+    from comfyui_veostyle.veo_core.errors import VeoError
+
+    told = []
+    model, vae, clip = sd15()
+    wrong_vae = wan()[1]
+    strange = sd15()[0]
+    strange.model.model_config = type("Flux", (), {})()
+    for arguments in ((model, wrong_vae, clip), (strange, vae, clip)):
+        try:
+            ComfyBackbone(*arguments, "euler", "normal", "x")
+            told.append("")
+        except VeoError as e:
+            told.append(str(e))
+    return told
+
+
+main()
