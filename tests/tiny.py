@@ -21,7 +21,7 @@ def _randomise(module, seed):
     for name, p in module.named_parameters():
         if p.ndim > 1:
             p.data = torch.randn(p.shape, generator=generator) * p[0].numel() ** -0.5
-        elif name.endswith("bias"):
+        elif name.endswith(("bias", "class_embedding")):
             p.data = torch.randn(p.shape, generator=generator) * 0.02
     return module.eval().requires_grad_(False)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from ...video.scenes import Survey
 from ...weights_file import digest
 from ..base import Defaults
 from .files import NAMES, Parts, load_file, load_folder, load_motion
+from .ip_adapter import Blocks, ImageTokens, IPAdapter, load_ip_adapter, pictured
 from .sites import connected
 from .text import TextEmbedding, TextEncoders
 
@@ -39,6 +40,7 @@ class DiffusionCondition:
     Attributes:
         pictures: ``[3, H, W]`` in 0..1 each. shares: how much each counts, sum 1. weight: of them all.
         prompts: words by frame. embeddings: each text that occurs, encoded once.
+        image: the pictures' tokens where an IP-Adapter gives them. no_image: those of no picture.
     """
 
     pictures: tuple[Tensor, ...]
@@ -46,10 +48,17 @@ class DiffusionCondition:
     weight: float
     prompts: Prompts
     embeddings: dict[str, TextEmbedding] = field(default_factory=dict)
+    image: Tensor | None = None
+    no_image: Tensor | None = None
 
     def at(self, frame: int, scene: int) -> TextEmbedding:
-        """The words that hold at a frame."""
-        return TextEmbedding.mix([(self.embeddings[text], w) for text, w in self.prompts.at(frame, scene)])
+        """The words that hold at a frame, and the pictures."""
+        words = TextEmbedding.mix([(self.embeddings[text], w) for text, w in self.prompts.at(frame, scene)])
+        return replace(words, image=self.image)
+
+    def without(self, text: str) -> TextEmbedding:
+        """Words alone, no picture."""
+        return replace(self.embeddings[text], image=self.no_image)
 
 
 class StableDiffusionBackbone:
@@ -75,6 +84,7 @@ class StableDiffusionBackbone:
         make_scheduler(parts.scheduler, sampler, scheduler)
         self.digest = f"{digest}-{sampler}-{scheduler}"
         self.loras: tuple[LoRA, ...] = ()
+        self.ip_adapter: IPAdapter | None = None
         self.factor = 2 ** (len(self.vae.config.block_out_channels) - 1)
         self.multiple = self.factor * 2 ** (len(self.unet.config.block_out_channels) - 1)
         self.defaults = Defaults(steps=20, guidance=7.0, window=16, overlap=4)
@@ -92,6 +102,22 @@ class StableDiffusionBackbone:
         changed.weight_bytes = self.weight_bytes + sum(
             v.numel() * self.unet.dtype.itemsize for a in lora.layers["unet"].values() for v in a.factors.values()
         )
+        return changed
+
+    def with_ip_adapter(self, path: Path, clip_vision: str | Path, blocks: Blocks = "all") -> StableDiffusionBackbone:
+        """The same model, its networks shared, reading style pictures through an IP-Adapter as well.
+
+        Args:
+            clip_vision: the image encoder that the adapter was made with.
+            blocks: ``style`` leaves layout to the source.
+        """
+        changed = copy.copy(self)
+        architecture = "sdxl" if self.text.skip else "sd15"
+        changed.ip_adapter = load_ip_adapter(path, clip_vision, self.unet, architecture, blocks)
+        changed.digest = f"{self.digest}-{changed.ip_adapter.digest}"
+        added = [p for m in changed.ip_adapter.modules() for p in m.parameters()]
+        changed.weight_bytes = self.weight_bytes + sum(p.nbytes for p in added)
+        changed.module = nn.ModuleList([*self.module, *changed.ip_adapter.modules()])
         return changed
 
     @property
@@ -119,7 +145,10 @@ class StableDiffusionBackbone:
             for i, model in enumerate(self.text.models):
                 stack.enter_context(injected(model, f"text {i + 1}", self.loras))
             embeddings = {text: self.text.encode(text) for text in sorted(texts)}
-        return DiffusionCondition(style.pictures, style.weights, style.weight, prompts, embeddings)
+        image = no_image = None
+        if self.ip_adapter is not None and style.pictures:
+            image, no_image = self.ip_adapter.tokens(list(style.pictures), list(style.weights))
+        return DiffusionCondition(style.pictures, style.weights, style.weight, prompts, embeddings, image, no_image)
 
     def sample(self, condition: DiffusionCondition, job: WindowJob) -> Tensor:
         return _Run(self, condition, job).latents()
@@ -147,13 +176,24 @@ class StableDiffusionBackbone:
     def _pooled_width(self) -> int:
         return self.unet.config.projection_class_embeddings_input_dim - 6 * self.unet.config.addition_time_embed_dim
 
-    def evaluate(self, x: Tensor, *, timestep: Tensor, text: list[TextEmbedding], frames: int = 1) -> Tensor:
+    def evaluate(
+        self,
+        x: Tensor,
+        *,
+        timestep: Tensor,
+        text: list[TextEmbedding],
+        frames: int = 1,
+        pictures: ImageTokens | None = None,
+    ) -> Tensor:
         """The UNet's output.
 
         Args:
             x: ``[B, 4, h, w]``, variance preserving. text: one an entry of the batch.
             frames: entries of the batch that are one clip, for motion modules.
+            pictures: given the tokens of the texts' pictures.
         """
+        if pictures is not None:
+            pictures.batch = None if text[0].image is None else torch.cat([t.image for t in text])
         longest = max(t.tokens.shape[1] for t in text)
         tokens = torch.cat([t.tokens.repeat(1, -(-longest // t.tokens.shape[1]), 1)[:, :longest] for t in text])
         extra = {}
@@ -178,9 +218,11 @@ class _Run:
         self.injection = self._injection(job.options)
         self.session = StyleSession(self.injection)
         self.frames = len(job.content)
-        self.empty = condition.embeddings[""]
+        self.empty = condition.without("")
         self.words = [condition.at(f, job.scene) for f in job.frames]
-        self.guided = job.options.guidance > 1 and bool(condition.prompts or condition.prompts.negative)
+        self.guided = job.options.guidance > 1 and bool(
+            condition.prompts or condition.prompts.negative or condition.image is not None
+        )
         self.schedule = self._schedule()
 
     def _schedule(self) -> DiffusionSchedule:
@@ -208,7 +250,12 @@ class _Run:
         plain, loras = self.injection.plain, self.model.loras
         self.style = None if plain or not self.condition.pictures else self._style_latents()
         sites = nullcontext() if plain else connected(self.model.unet, self.session)
-        with sites, injected(self.model.unet, "unet", loras) as strengths:
+        scale = job.options.strength * self.condition.weight
+        with (
+            sites,
+            injected(self.model.unet, "unet", loras) as strengths,
+            pictured(self.model.unet, self.model.ip_adapter, scale) as self.pictures,
+        ):
             x = self._start()
             for index in range(len(schedule)):
                 job.before_step(index)
@@ -278,7 +325,9 @@ class _Run:
         return a * clean + s * noise.to(clean)
 
     def _evaluate(self, x: Tensor, index: int, text: list[TextEmbedding], frames: int = 1) -> Tensor:
-        return self.model.evaluate(x, timestep=self.schedule.timesteps[index], text=text, frames=frames)
+        return self.model.evaluate(
+            x, timestep=self.schedule.timesteps[index], text=text, frames=frames, pictures=self.pictures
+        )
 
     def _output(self, index: int, model_input: Tensor) -> Tensor:
         """The model's output for all frames, guided."""
@@ -286,7 +335,7 @@ class _Run:
         temporal = job.temporal(index)
         text = list(self.words)
         if self.guided:
-            text = [self.condition.embeddings[self.condition.prompts.negative]] * self.frames + text
+            text = [self.condition.without(self.condition.prompts.negative)] * self.frames + text
         batch = torch.cat([model_input] * (len(text) // self.frames))
         with nullcontext() if self.injection.plain else self.session.apply(self._progress(index), temporal):
             output = self._evaluate(batch, index, text, frames=self.frames)

@@ -15,10 +15,16 @@ CHUNK = 75
 
 @dataclass(frozen=True)
 class TextEmbedding:
-    """A prompt as the UNet reads it: ``tokens [1, 77 k, D]``, and for SDXL ``pooled [1, P]``."""
+    """A prompt as the UNet reads it.
+
+    Attributes:
+        tokens: ``[1, 77 k, D]``. pooled: ``[1, P]``, for SDXL.
+        image: tokens of style pictures ``[1, n, D]`` where an IP-Adapter gives them.
+    """
 
     tokens: Tensor
     pooled: Tensor | None = None
+    image: Tensor | None = None
 
     @staticmethod
     def mix(parts: list[tuple[TextEmbedding, float]]) -> TextEmbedding:
