@@ -4,8 +4,8 @@ from comfy_api.latest import ComfyExtension, io
 
 from .decode import VAEDecode
 from .denoise import STNormDenoiser
-from .model import LoadModel, ModelFromComfy
-from .style import Encoder
+from .model import IPAdapterLoader, LoadModel, LoRAInjector, ModelFromComfy
+from .style import Blend, Encoder
 from .video import LoadVideo
 
 
@@ -13,4 +13,14 @@ class VeoStyleExtension(ComfyExtension):
     """What ComfyUI asks for the pack's nodes."""
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [LoadVideo, Encoder, LoadModel, ModelFromComfy, STNormDenoiser, VAEDecode]
+        return [
+            LoadVideo,
+            Encoder,
+            Blend,
+            LoadModel,
+            ModelFromComfy,
+            LoRAInjector,
+            IPAdapterLoader,
+            STNormDenoiser,
+            VAEDecode,
+        ]

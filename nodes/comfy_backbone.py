@@ -110,6 +110,8 @@ class ComfyBackbone:
         identity: tells this model from others across sessions.
     """
 
+    managed = True
+
     def __init__(self, model: Any, vae: Any, clip: Any, sampler: str, scheduler: str, identity: str):
         self.family = family_of(model)
         self.model, self.vae, self.clip = model, vae, clip
@@ -142,7 +144,7 @@ class ComfyBackbone:
 
     def encode(self, frames: Tensor) -> Tensor:
         if tracing(frames):
-            declare_workspace(self.vae.memory_used_encode(_video_shape(self, frames.shape), self.vae.vae_dtype))
+            declare_workspace(self._vae_memory(self.vae.memory_used_encode, frames.shape))
             count = 1 + (len(frames) - 1) // self.time_factor
             return frames.new_empty(count, self.channels, *(s // self.factor for s in frames.shape[2:]))
         latents = self.vae.encode(frames.movedim(1, -1)[..., :3]).to(self.device, torch.float32)
@@ -150,12 +152,16 @@ class ComfyBackbone:
 
     def decode(self, latents: Tensor) -> Tensor:
         if tracing(latents):
-            declare_workspace(self.vae.memory_used_decode(_video_shape(self, latents.shape), self.vae.vae_dtype))
+            declare_workspace(self._vae_memory(self.vae.memory_used_decode, latents.shape))
             count = 1 + (len(latents) - 1) * self.time_factor
             return latents.new_empty(count, 3, *(s * self.factor for s in latents.shape[2:]))
         frames = self.vae.decode(latents.movedim(0, 1)[None] if self.is_video else latents)
         frames = frames[0] if frames.ndim == 5 else frames
         return frames.to(self.device, torch.float32).movedim(-1, 1)
+
+    def _vae_memory(self, estimate: Callable, shape: torch.Size) -> float:
+        """Core's estimate; for pictures it is that of one, and core takes as many at once as it finds room for."""
+        return estimate(_video_shape(self, shape), self.vae.vae_dtype) * (1 if self.is_video else shape[0])
 
     def condition(self, style: Style, options: StylizeOptions, survey: Survey) -> ComfyCondition:
         if options.injection.inversion:

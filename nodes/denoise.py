@@ -42,7 +42,8 @@ class STNormDenoiser(io.ComfyNode):
                     min=0.0,
                     max=1.0,
                     step=0.01,
-                    tooltip="How far to go: 0 is the source, 1 the full style.",
+                    tooltip="How far to go: 1 is the full style, 0 the plain model. Plain veo-mini gives the source back, "
+                    "plain Stable Diffusion the source redrawn after the words.",
                 ),
                 io.Int.Input(
                     "seed",
@@ -52,17 +53,71 @@ class STNormDenoiser(io.ComfyNode):
                     control_after_generate=True,
                     tooltip="Of the noise. veo-mini starts from the source and uses none.",
                 ),
+                io.Combo.Input(
+                    "preset",
+                    options=["faithful", "balanced", "strong"],
+                    default="balanced",
+                    optional=True,
+                    tooltip="How style pictures enter a model that was not trained with the pack: faithful keeps every edge, "
+                    "strong repaints. veo-mini was trained for it and has no presets.",
+                ),
+                io.Float.Input(
+                    "denoise",
+                    default=0.0,
+                    min=0.0,
+                    max=1.0,
+                    step=0.01,
+                    optional=True,
+                    tooltip="Share of the noise schedule that frames go through; 0 is the preset's own. Not for veo-mini.",
+                ),
+                io.Boolean.Input(
+                    "inversion",
+                    default=False,
+                    optional=True,
+                    tooltip="Start from DDIM inversion of the source in place of fresh noise: closer to it, twice the time. "
+                    "For checkpoints of Load Model (VeoStyle).",
+                ),
+                io.Int.Input(
+                    "window",
+                    default=0,
+                    min=0,
+                    max=256,
+                    optional=True,
+                    tooltip="Frames denoised together; 0 is the model's own. Fewer take less memory.",
+                ),
             ],
             outputs=[io.Latent.Output(display_name="latent")],
             hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
-    def execute(cls, model, clip, style, steps, guidance, strength, seed) -> io.NodeOutput:
+    def execute(
+        cls,
+        model,
+        clip,
+        style,
+        steps,
+        guidance,
+        strength,
+        seed,
+        preset="balanced",
+        denoise=0.0,
+        inversion=False,
+        window=0,
+    ) -> io.NodeOutput:
         from ..veo_core.options import parse_options
         from ..veo_core.store import prune
 
-        options = parse_options(steps=steps or None, guidance=guidance or None, strength=strength, seed=seed)
+        options = parse_options(
+            preset,
+            inversion,
+            steps=steps or None,
+            guidance=guidance or None,
+            strength=strength,
+            seed=seed,
+            denoise=denoise or None,
+            window=window or None,
+        )
         folder = Path(folder_paths.get_output_directory()) / ".veostyle"
         prune(folder, keep=8)
         model.to_device(0)

@@ -1,46 +1,180 @@
-"""Model loader."""
+"""Models: bundled, checkpoints, ComfyUI's own; and what is put on them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import folder_paths
 from comfy_api.latest import io
 
-from .types import CATEGORY, LoadedModel, VeoModel
+from .types import CATEGORY, LoadedModel, VeoModel, patcher_of
 
 if TYPE_CHECKING:
     from ..veo_core.backbones import Backbone
+    from ..veo_core.backbones.stable_diffusion.backbone import StableDiffusionBackbone
 
-BUNDLED = "veo-mini"
+BUNDLED, NONE = "veo-mini", "none"
 
 
 class LoadModel(io.ComfyNode):
-    """A model of the pack, under ComfyUI's own memory management."""
+    """A model of the pack or a checkpoint, under ComfyUI's own memory management."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
+        checkpoints = [n for n in folder_paths.get_filename_list("checkpoints") if n.endswith((".safetensors", ".sft"))]
         return io.Schema(
             node_id="VeoStyleLoadModel",
             display_name="Load Model (VeoStyle)",
             category=CATEGORY,
-            description="veo-mini comes with the pack and works offline.",
+            description="veo-mini comes with the pack and works offline; SD 1.5 and SDXL checkpoints are yours.",
             inputs=[
                 io.Combo.Input(
-                    "model", options=[BUNDLED], default=BUNDLED, tooltip="veo-mini is small and runs on a laptop."
-                )
+                    "model",
+                    options=[BUNDLED, *checkpoints],
+                    default=BUNDLED,
+                    tooltip="veo-mini is small and runs on a laptop; others are SD 1.5 or SDXL checkpoints.",
+                ),
+                io.Combo.Input(
+                    "sampler",
+                    options=["dpmpp_2m", "ddim", "euler", "euler_ancestral", "heun", "dpmpp_2m_sde", "uni_pc", "lcm"],
+                    default="dpmpp_2m",
+                    optional=True,
+                    tooltip="For Stable Diffusion; veo-mini has its own.",
+                ),
+                io.Combo.Input(
+                    "scheduler",
+                    options=["karras", "normal", "exponential", "sgm_uniform"],
+                    default="karras",
+                    optional=True,
+                    tooltip="Spacing of the noise levels; ddim, euler_ancestral and lcm go with normal or sgm_uniform.",
+                ),
+                io.String.Input(
+                    "path",
+                    default="",
+                    optional=True,
+                    tooltip="A file or a diffusers folder anywhere on this machine, in place of the list.",
+                ),
+                io.String.Input(
+                    "motion_module",
+                    default="",
+                    optional=True,
+                    tooltip="Path of AnimateDiff motion modules for SD 1.5 (safetensors or a diffusers folder).",
+                ),
             ],
             outputs=[VeoModel.Output(display_name="model")],
         )
 
     @classmethod
-    def execute(cls, model) -> io.NodeOutput:
+    def execute(cls, model, sampler="dpmpp_2m", scheduler="karras", path="", motion_module="") -> io.NodeOutput:
+        import comfy.model_management as management
         import torch
 
         from ..veo_core.backbones import load_backbone
 
-        return io.NodeOutput(loaded(load_backbone(None, torch.device("cpu"))))
+        cpu = torch.device("cpu")
+        if model == BUNDLED and not path:
+            return io.NodeOutput(loaded(load_backbone(None, cpu)))
+        file = Path(path) if path else Path(folder_paths.get_full_path_or_raise("checkpoints", model))
+        half = torch.device(management.get_torch_device()).type == "cuda"
+        backbone = load_backbone(
+            file,
+            cpu,
+            torch.float16 if half else torch.float32,
+            sampler=sampler,
+            scheduler=scheduler,
+            motion=Path(motion_module) if motion_module else None,
+        )
+        return io.NodeOutput(loaded(backbone))
+
+
+class LoRAInjector(io.ComfyNode):
+    """A LoRA beside the weights of a checkpoint, never merged; any number after one another."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        files = [n for n in folder_paths.get_filename_list("loras") if n.endswith((".safetensors", ".sft"))]
+        return io.Schema(
+            node_id="VeoStyleLoRAInjector",
+            display_name="LoRA Injector (VeoStyle)",
+            category=CATEGORY,
+            description="kohya, diffusers, PEFT and LyCORIS (LoHa, LoKr), DoRA too, on a checkpoint of Load Model (VeoStyle).",
+            inputs=[
+                VeoModel.Input("model"),
+                io.Combo.Input(
+                    "lora", options=[NONE, *files], default=NONE, tooltip="From ComfyUI's loras folder; or give a path."
+                ),
+                io.Float.Input(
+                    "strength", default=1.0, min=-10.0, max=10.0, step=0.05, tooltip="0 is off, 1 as trained."
+                ),
+                io.String.Input(
+                    "steps",
+                    default="",
+                    optional=True,
+                    tooltip="Factor over the steps from 0 to 1, such as 0:1, 0.5:0.2; empty is 1 throughout.",
+                ),
+                io.String.Input(
+                    "scenes",
+                    default="",
+                    optional=True,
+                    tooltip="Factor for each scene in order, such as 1, 0.5; later scenes take the last. Empty is 1.",
+                ),
+                io.String.Input(
+                    "path", default="", optional=True, tooltip="A file or PEFT folder anywhere, in place of the list."
+                ),
+            ],
+            outputs=[VeoModel.Output(display_name="model"), io.String.Output(display_name="report")],
+        )
+
+    @classmethod
+    def execute(cls, model, lora, strength, steps="", scenes="", path="") -> io.NodeOutput:
+        from ..veo_core.errors import InputError
+
+        if not path and lora == NONE:
+            raise InputError("lora = none: choose a file of ComfyUI's loras folder, or give a path")
+        file = Path(path) if path else Path(folder_paths.get_full_path_or_raise("loras", lora))
+        changed = adaptable(model, "LoRA", "ComfyUI's LoraLoader before Model from ComfyUI").with_lora(
+            file, strength, steps, scenes
+        )
+        return io.NodeOutput(model.with_backbone(changed), changed.loras[-1].report)
+
+
+class IPAdapterLoader(io.ComfyNode):
+    """Style pictures through CLIP into a checkpoint's cross-attention."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        encoders = [n for n in folder_paths.get_filename_list("clip_vision") if n.endswith((".safetensors", ".sft"))]
+        return io.Schema(
+            node_id="VeoStyleIPAdapter",
+            display_name="IP-Adapter (VeoStyle)",
+            category=CATEGORY,
+            description="Style pictures through an IP-Adapter (plain or plus) on a checkpoint of Load Model (VeoStyle).",
+            inputs=[
+                VeoModel.Input("model"),
+                io.String.Input("path", default="", tooltip="Path of the IP-Adapter, safetensors."),
+                io.Combo.Input(
+                    "clip_vision", options=encoders, tooltip="The image encoder it was made with: ViT-H, or ViT-bigG."
+                ),
+                io.Combo.Input(
+                    "blocks",
+                    options=["all", "style"],
+                    default="style",
+                    tooltip="style leaves layout to the source (InstantStyle), all copies more of the picture.",
+                ),
+            ],
+            outputs=[VeoModel.Output(display_name="model")],
+        )
+
+    @classmethod
+    def execute(cls, model, path, clip_vision, blocks) -> io.NodeOutput:
+        encoder = Path(folder_paths.get_full_path_or_raise("clip_vision", clip_vision))
+        changed = adaptable(model, "IP-Adapter", "an IP-Adapter pack's node before Model from ComfyUI").with_ip_adapter(
+            Path(path), encoder, blocks
+        )
+        return io.NodeOutput(model.with_backbone(changed, changed.ip_adapter.modules()))
 
 
 class ModelFromComfy(io.ComfyNode):
@@ -92,17 +226,25 @@ def ancestry(prompt: dict, node_id: str) -> str:
     return hashlib.sha256(json.dumps(described(node_id, ()), sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
+def adaptable(model: LoadedModel, what: str, instead: str) -> StableDiffusionBackbone:
+    """The checkpoint in a VEO_MODEL. Raises ModelError where it holds a model that takes no adapters."""
+    from ..veo_core.errors import ModelError
+
+    backbone = model.engine.backbone
+    if not hasattr(backbone, "with_lora"):
+        raise ModelError(
+            f"model is {backbone.name}, which takes no {what} here; give a checkpoint of Load Model (VeoStyle), or use {instead}"
+        )
+    return backbone
+
+
 def loaded(backbone: Backbone) -> LoadedModel:
     """An engine around a backbone, its networks under ComfyUI's memory management where core does not move them itself."""
-    import comfy.model_management as management
-    import comfy.model_patcher
     import torch
 
     from ..veo_core.engine import Stylizer
     from ..veo_core.motion.flow import load_flow
 
     engine = Stylizer(backbone, load_flow(torch.device("cpu")))
-    wrap = getattr(comfy.model_patcher, "CoreModelPatcher", comfy.model_patcher.ModelPatcher)
-    device, rest = management.get_torch_device(), management.unet_offload_device()
-    modules = [engine.flow] if hasattr(backbone, "model") else [backbone.module, engine.flow]
-    return LoadedModel(engine, [wrap(m, load_device=device, offload_device=rest) for m in modules])
+    modules = [engine.flow] if backbone.managed else [backbone.module, engine.flow]
+    return LoadedModel(engine, [patcher_of(m) for m in modules])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from comfy_api.latest import io
 
 if TYPE_CHECKING:
+    from ..veo_core.backbones import Backbone
     from ..veo_core.engine import Stylizer
     from ..veo_core.video.audio import AudioTrack
 
@@ -31,6 +32,12 @@ class LoadedModel:
 
         comfy.model_management.load_models_gpu(self.patchers, memory_required=memory_required)
 
+    def with_backbone(self, backbone: Backbone, modules: Iterable[Any] = ()) -> LoadedModel:
+        """The same networks under another backbone, with some more to move."""
+        from ..veo_core.engine import Stylizer
+
+        return LoadedModel(Stylizer(backbone, self.engine.flow), [*self.patchers, *map(patcher_of, modules)])
+
     def budget(self) -> int:
         """Bytes that a run may take: all of the device's memory less a reserve, since ComfyUI makes room on demand."""
         import comfy.model_management
@@ -39,6 +46,15 @@ class LoadedModel:
 
         device = comfy.model_management.get_torch_device()
         return int(comfy.model_management.get_total_memory(device) * (1 - RESERVE))
+
+
+def patcher_of(module: Any) -> Any:
+    """What ComfyUI moves a network between devices by."""
+    import comfy.model_management as management
+    import comfy.model_patcher
+
+    wrap = getattr(comfy.model_patcher, "CoreModelPatcher", comfy.model_patcher.ModelPatcher)
+    return wrap(module, load_device=management.get_torch_device(), offload_device=management.unet_offload_device())
 
 
 class LazyAudio(Mapping):

@@ -42,7 +42,7 @@ class Schema:
 
 
 class ComfyNode:
-    hidden = types.SimpleNamespace(unique_id="1")
+    hidden = types.SimpleNamespace(unique_id="1", prompt=None)
 
 
 class NodeOutput:
@@ -75,11 +75,24 @@ def install(monkeypatch, root: Path) -> types.SimpleNamespace:
         ComfyNode=ComfyNode,
         NodeOutput=NodeOutput,
         Custom=_type,
-        Hidden=Enum("Hidden", {"unique_id": "UNIQUE_ID"}),
+        Hidden=Enum("Hidden", {"unique_id": "UNIQUE_ID", "prompt": "PROMPT"}),
         UploadType=Enum("UploadType", {"video": "video_upload", "image": "image_upload"}),
         **{
             n: _type(n.upper())
-            for n in ("Image", "Audio", "Video", "Latent", "Int", "Float", "String", "Combo", "Boolean")
+            for n in (
+                "Image",
+                "Audio",
+                "Video",
+                "Latent",
+                "Int",
+                "Float",
+                "String",
+                "Combo",
+                "Boolean",
+                "Model",
+                "Vae",
+                "Clip",
+            )
         },
     )
     module("comfy_api")
@@ -92,6 +105,10 @@ def install(monkeypatch, root: Path) -> types.SimpleNamespace:
         get_temp_directory=lambda: str(folders["temp"]),
         get_annotated_filepath=lambda f: str(folders["input"] / f),
         exists_annotated_filepath=lambda f: (folders["input"] / f).is_file(),
+        get_filename_list=lambda kind: sorted(
+            p.name for p in (root / "models" / kind).glob("*") if (root / "models" / kind).is_dir()
+        ),
+        get_full_path_or_raise=lambda kind, name: str(root / "models" / kind / name),
         filter_files_content_types=lambda files, wanted: [f for f in files if kind(f, wanted)],
     )
 
@@ -120,5 +137,7 @@ def install(monkeypatch, root: Path) -> types.SimpleNamespace:
     )
     patcher = module("comfy.model_patcher", ModelPatcher=ModelPatcher)
     utils = module("comfy.utils", ProgressBar=ProgressBar)
-    module("comfy", model_management=management, model_patcher=patcher, utils=utils)
+    lists = types.SimpleNamespace(SAMPLERS=["euler", "dpmpp_2m"], SCHEDULERS=["normal", "karras"])
+    samplers = module("comfy.samplers", KSampler=lists)
+    module("comfy", model_management=management, model_patcher=patcher, utils=utils, samplers=samplers)
     return state

@@ -56,7 +56,10 @@ def test_schemas_only_grow(comfy):
     saved = json.loads(SNAPSHOT.read_text())
     for node_id, old in saved.items():
         new = schema_facts(comfy.nodes[node_id])
-        assert new["inputs"][: len(old["inputs"])] == old["inputs"], node_id
+        for before, now in zip(old["inputs"], new["inputs"], strict=False):
+            assert before[:2] == now[:2], node_id
+            assert now[2] or not before[2], f"{node_id}: {now[0]} was optional"
+        assert len(new["inputs"]) >= len(old["inputs"])
         assert all(optional for *_, optional in new["inputs"][len(old["inputs"]) :]), node_id
         assert new["outputs"][: len(old["outputs"])] == old["outputs"], node_id
 
@@ -139,7 +142,7 @@ def test_errors_speak_plainly(comfy):
     with pytest.raises(InputError, match="start = 99"):
         comfy.nodes["VeoStyleLoadVideo"].execute("in.mp4", 99.0, 0.0, 0.0, 1, 0, 0, 0, "crop")
     with pytest.raises(InputError, match="not finite"):
-        comfy.nodes["VeoStyleEncoder"].execute(torch.full((1, 64, 64, 3), float("nan")), 1.0)
+        comfy.nodes["VeoStyleEncoder"].execute(1.0, torch.full((1, 64, 64, 3), float("nan")))
 
 
 def test_workflows_fit_the_schemas(comfy):
@@ -169,3 +172,91 @@ def _check_api_node(schema, inputs):
             continue
         assert value in settings.get("options", [value])
         assert settings.get("min", value) <= value <= settings.get("max", value)
+
+
+@pytest.fixture
+def checkpoint(comfy):
+    """A tiny SD 1.5 in ComfyUI's folders, a LoRA for it, and an IP-Adapter with its encoder."""
+    from safetensors.torch import save_file
+
+    from . import tiny
+    from .test_ip_adapter import hf_state, ip_adapter_file, vision_model
+    from .test_lora import kohya_file
+
+    models = comfy.root / "models"
+    for kind in ("checkpoints", "loras", "clip_vision"):
+        (models / kind).mkdir(parents=True)
+    made = tiny.parts()
+    tiny.save_checkpoint(made, models / "checkpoints" / "mine.safetensors")
+    (models / "checkpoints" / "old.ckpt").write_bytes(b"\x80\x04")
+    kohya_file(models / "loras" / "a.safetensors", made.unet, 0)
+    save_file(hf_state(vision_model()), models / "clip_vision" / "h.safetensors")
+    ip_adapter_file(comfy.root / "ip.safetensors", made.unet)
+    return comfy
+
+
+def test_a_checkpoint_with_lora_and_ip_adapter(checkpoint):
+    nodes, picture = checkpoint.nodes, torch.rand(1, 64, 64, 3)
+    loader = nodes["VeoStyleLoadModel"]
+    assert next(p for p in loader.define_schema().inputs if p.id == "model").settings["options"] == [
+        "veo-mini",
+        "mine.safetensors",
+    ]
+    clip = nodes["VeoStyleLoadVideo"].execute(
+        file="in.mp4", start=0.0, duration=0.0, force_rate=0.0, every_nth=1, frame_cap=4, width=64, height=64, fit="stretch"
+    ).args[0]  # fmt: skip
+    style = nodes["VeoStyleEncoder"].execute(1.0, picture, "a house", "blurry").args[0]
+    style = (
+        nodes["VeoStyleBlend"]
+        .execute(style, nodes["VeoStyleEncoder"].execute(1.0, None, "at night").args[0], 0.3)
+        .args[0]
+    )
+    assert style.prompts.text == "(a house:1.4), (at night:0.6)"
+    plain = loader.execute("mine.safetensors", "euler", "normal").args[0]
+    with_lora, report = nodes["VeoStyleLoRAInjector"].execute(plain, "a.safetensors", 0.8).args
+    assert "in unet" in report
+    pictured = (
+        nodes["VeoStyleIPAdapter"]
+        .execute(with_lora, str(checkpoint.root / "ip.safetensors"), "h.safetensors", "style")
+        .args[0]
+    )
+    results = []
+    for model in (plain, with_lora, pictured, plain):
+        latent = (
+            nodes["VeoStyleSTNormDenoiser"]
+            .execute(model, clip, style, 4, 3.0, 1.0, 5, preset="strong", denoise=0.9, window=4)
+            .args[0]
+        )
+        results.append(latent["samples"].clone())
+    assert torch.equal(results[0], results[3])
+    assert not torch.allclose(results[0], results[1], atol=1e-4)
+    assert not torch.allclose(results[1], results[2], atol=1e-4)
+    assert nodes["VeoStyleVAEDecode"].execute(latent, plain).args[0].path.endswith(".mp4")
+
+
+def test_adapters_say_where_they_belong(checkpoint):
+    from comfyui_veostyle.veo_core.errors import ModelError
+
+    mini = checkpoint.nodes["VeoStyleLoadModel"].execute("veo-mini").args[0]
+    with pytest.raises(ModelError, match="veo-mini, which takes no LoRA"):
+        checkpoint.nodes["VeoStyleLoRAInjector"].execute(mini, "a.safetensors", 1.0)
+    with pytest.raises(InputError, match="lora = none"):
+        checkpoint.nodes["VeoStyleLoRAInjector"].execute(mini, "none", 1.0)
+    with pytest.raises(ModelError, match=r"old\.ckpt is a pickle"):
+        checkpoint.nodes["VeoStyleLoadModel"].execute(
+            "veo-mini", path=str(checkpoint.root / "models/checkpoints/old.ckpt")
+        )
+
+
+def test_a_node_s_ancestry_is_the_same_in_another_session(comfy):
+    from comfyui_veostyle.nodes.model import ancestry
+
+    graph = {"1": {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": "a"}}}
+    graph["2"] = {"class_type": "VeoStyleModelFromComfy", "inputs": {"model": ["1", 0], "sampler_name": "euler"}}
+    renumbered = {
+        "7": graph["1"],
+        "9": {"class_type": "VeoStyleModelFromComfy", "inputs": {"model": ["7", 0], "sampler_name": "euler"}},
+    }
+    assert ancestry(graph, "2") == ancestry(renumbered, "9")
+    other = json.loads(json.dumps(graph).replace('"a"', '"b"'))
+    assert ancestry(other, "2") != ancestry(graph, "2")

@@ -49,7 +49,7 @@ class StylizeOptions(BaseModel):
             "steps": own.steps,
             "guidance": own.guidance,
             "window": own.window,
-            "overlap": own.overlap,
+            "overlap": min(own.overlap, (self.window or own.window) // 2),
             "denoise": self.injection.denoise,
         }
         filled = self.model_copy(update={k: v for k, v in chosen.items() if getattr(self, k) is None})
@@ -58,15 +58,16 @@ class StylizeOptions(BaseModel):
         return filled
 
 
-def parse_options(preset: str = "balanced", **values: object) -> StylizeOptions:
+def parse_options(preset: str = "balanced", inversion: bool = False, **values: object) -> StylizeOptions:
     """Options from loose values. Raises InputError that names the option, its value and what it may be.
 
     Args:
         preset: a name in PRESETS for how style enters a model that was not trained for it.
+        inversion: whether it starts from DDIM inversion.
     """
     if preset not in PRESETS:
         raise InputError(f"preset = {preset!r} is unknown; give {', '.join(PRESETS)}")
-    values.setdefault("injection", PRESETS[preset])
+    values.setdefault("injection", PRESETS[preset].model_copy(update={"inversion": inversion}))
     try:
         return StylizeOptions(**values)
     except ValidationError as e:

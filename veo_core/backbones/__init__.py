@@ -15,10 +15,13 @@ __all__ = ["Backbone", "load_backbone"]
 EXPECTED = "veo-mini.safetensors, an SD 1.5 or SDXL checkpoint (safetensors), or a diffusers folder of one"
 
 
-def load_backbone(path: Path | None, device: torch.device, **settings: object) -> Backbone:
+def load_backbone(
+    path: Path | None, device: torch.device, dtype: torch.dtype | None = None, **settings: object
+) -> Backbone:
     """Loads a model by what its file holds; None is the bundled veo-mini.
 
     Args:
+        dtype: of Stable Diffusion's weights; None is fp16 on a GPU and float32 on the CPU.
         settings: sampler, scheduler and motion modules, for Stable Diffusion.
 
     Raises:
@@ -44,4 +47,4 @@ def load_backbone(path: Path | None, device: torch.device, **settings: object) -
     if known is None:
         held = "it is no diffusers folder of these (model_index.json)" if path.is_dir() else describe(header)
         raise ModelError(f"{path} cannot be used as the model: {held}. Give {EXPECTED}")
-    return stable_diffusion.load(path, device, **settings)
+    return stable_diffusion.load(path, device, dtype=dtype, **settings)

@@ -39,6 +39,7 @@ class Backbone(Protocol):
         module: all networks, for whoever moves them between devices.
         device: where the networks are now.
         weight_bytes: of all its networks.
+        managed: whether its networks are moved between devices by someone else already.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Backbone(Protocol):
     defaults: Defaults
     module: torch.nn.Module
     weight_bytes: int
+    managed: bool
 
     @property
     def device(self) -> torch.device: ...

@@ -55,6 +55,7 @@ class MiniBackbone:
     channels = LATENT_CHANNELS
     factor = FACTOR
     time_factor = 1
+    managed = False
     multiple = FACTOR
     defaults = Defaults(steps=1, guidance=1.0, window=12, overlap=4)
 

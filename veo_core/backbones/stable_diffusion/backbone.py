@@ -74,6 +74,7 @@ class StableDiffusionBackbone:
 
     channels = 4
     time_factor = 1
+    managed = False
 
     def __init__(self, parts: Parts, digest: str, sampler: str = "dpmpp_2m", scheduler: str = "karras"):
         self.name = NAMES[parts.architecture]
@@ -364,16 +365,18 @@ def load(
     sampler: str = "dpmpp_2m",
     scheduler: str = "karras",
     motion: Path | None = None,
+    dtype: torch.dtype | None = None,
 ) -> StableDiffusionBackbone:
-    """Loads a checkpoint, in fp16 on a GPU and in float32 on the CPU.
+    """Loads a checkpoint.
 
     Args:
         path: a safetensors file or a diffusers folder. motion: AnimateDiff's motion modules, SD 1.5 only.
+        dtype: of the weights; None is fp16 on a GPU and float32 on the CPU.
 
     Raises:
         ModelError: what is wrong with the file, and what was expected.
     """
-    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    dtype = dtype or (torch.float16 if device.type == "cuda" else torch.float32)
     parts = load_folder(path, dtype) if path.is_dir() else load_file(path, dtype)
     # In fp16 the VAE of SDXL overflows.
     if parts.vae.config.force_upcast:
