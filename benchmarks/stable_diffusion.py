@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 import time
 from fractions import Fraction
 from functools import partial
@@ -19,6 +21,8 @@ import torch
 from comfyui_veostyle.veo_core.backbones.stable_diffusion.backbone import StableDiffusionBackbone
 from comfyui_veostyle.veo_core.backbones.stable_diffusion.files import Parts
 from comfyui_veostyle.veo_core.engine import Stylizer
+from comfyui_veostyle.veo_core.memory.plan import StagePeaks
+from comfyui_veostyle.veo_core.memory.trace import traced_peak
 from comfyui_veostyle.veo_core.motion.flow import FlowNet
 from comfyui_veostyle.veo_core.options import parse_options
 from comfyui_veostyle.veo_core.style.encoder import style_from_tensors
@@ -137,7 +141,7 @@ def animatediff(parts: Parts, side: int, frames: int, steps: int, device: str):
         scheduler=DDIMScheduler.from_config(SCHEDULER),
     )  # fmt: skip
     pipeline.set_progress_bar_config(disable=True)
-    parts.unet.to("cpu")  # the pipeline has made a UNet of its own from it
+    parts.unet = pipeline.unet  # the pipeline has made a UNet of its own from it
     words = torch.randn(1, 77, parts.unet.config.cross_attention_dim, device=device, dtype=parts.unet.dtype)
     pictures = torch.rand(frames, 3, side, side)
 
@@ -152,6 +156,20 @@ def animatediff(parts: Parts, side: int, frames: int, steps: int, device: str):
     return job
 
 
+def stage_peaks(engine: Stylizer, options, side: int, chunk: int) -> dict[str, tuple[float, float]]:
+    """Traced and measured MiB of each stage's computation alone."""
+    peaks, out = StagePeaks(engine.backbone, engine.flow, (side, side), options), {}
+    for stage, job in peaks.jobs(chunk).items():
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with torch.no_grad():
+            job()
+        out[stage] = (traced_peak(job) / MIB, (torch.cuda.max_memory_allocated() - before) / MIB)
+        print(f"{stage:10s} traced {out[stage][0]:8.0f} MiB, measured {out[stage][1]:8.0f} MiB", flush=True)
+    return out
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
@@ -161,9 +179,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--side", type=int, default=512)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--animatediff", action="store_true", help="that row alone, in a process without our UNet")
     a = parser.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
     parts = make_parts(a.device, a.tiny)
+    if a.animatediff:
+        job = animatediff(parts, a.side, a.frames, a.steps, a.device)
+        with torch.no_grad():
+            print(json.dumps(measured(a.device, job)))
+        return
     backbone = StableDiffusionBackbone(parts, "random", "ddim", "normal")
     engine = Stylizer(backbone, FlowNet().to(a.device).eval())
     pictures = style_from_tensors([torch.rand(3, 512, 512)], prompts=parse_prompts("a painting", "blurry"))
@@ -185,15 +209,26 @@ def main() -> None:
         "veostyle, words, frames apart": partial(ours, engine, short, a.out, plain, words, None),
         "img2img, one frame at a time": partial(image_to_image, *same, 1),
         "img2img, 16 at a time": partial(image_to_image, *same, 16),
-        "AnimateDiff v2v": partial(animatediff, *same),
     }
     rows = {}
     for name, make in runs.items():
         with torch.no_grad():
             rows[name] = measured(a.device, make())
         print(f"{name:34s} {rows[name][0]:8.2f} s {rows[name][1]:8.0f} MiB", flush=True)
+    alone = subprocess.run(
+        [sys.executable, "-W", "ignore", __file__, *sys.argv[1:], "--animatediff"], stdout=subprocess.PIPE, check=True
+    )
+    rows["AnimateDiff v2v"] = json.loads(alone.stdout.splitlines()[-1])
+    print(
+        f"{'AnimateDiff v2v':34s} {rows['AnimateDiff v2v'][0]:8.2f} s {rows['AnimateDiff v2v'][1]:8.0f} MiB", flush=True
+    )
     print(f"plan for balanced: peak {predicted.peak / MIB:.0f} MiB\n{predicted.describe()}")
-    (a.out / "stable_diffusion.json").write_text(json.dumps({"runs": rows, "planned_mib": predicted.peak / MIB}))
+    stages = (
+        stage_peaks(engine, whole.for_backbone(backbone), a.side, predicted.decode_chunk) if a.device == "cuda" else {}
+    )
+    (a.out / "stable_diffusion.json").write_text(
+        json.dumps({"runs": rows, "planned_mib": predicted.peak / MIB, "stages": stages})
+    )
 
 
 if __name__ == "__main__":

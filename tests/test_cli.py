@@ -128,3 +128,63 @@ def test_interruption_is_not_success(monkeypatch, capsys):
     code, _, err = run(monkeypatch, capsys, "doctor")
     assert code == 130
     assert "again" in err
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    from . import tiny
+    from .test_lora import kohya_file
+
+    folder = tmp_path_factory.mktemp("models")
+    made = tiny.parts()
+    tiny.save_checkpoint(made, folder / "mine.safetensors")
+    kohya_file(folder / "a.safetensors", made.unet, 0)
+    return folder
+
+
+def test_a_checkpoint_with_words_and_lora(monkeypatch, capsys, checkpoint, tmp_path):
+    video = make_video(tmp_path / "in.mp4", 5, size=(64, 64))
+    code, _, err = run(
+        monkeypatch, capsys, "stylize", "--video_path", video, "--style_text", "a painted house", "--negative_text", "blurry",
+        "--output_dir", tmp_path / "out", "--model", checkpoint / "mine.safetensors", "--lora",
+        f"{checkpoint / 'a.safetensors'}:0.7", "--num_inference_steps", 4, "--guidance_scale", 3, "--denoise", 0.6,
+        "--device", "cpu",
+    )  # fmt: skip
+    assert code == 0, err
+    assert "in unet" in err
+    assert len(list(open_clip(tmp_path / "out" / "in_text.mp4").frames())) == 5
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ((), "no style was given"),
+        (("--style_text", "a house"), "veo-mini reads pictures only"),
+        (("--style_text", "a house", "--lora", "x.safetensors"), "takes no LoRA"),
+        (("--style_text", "@soon a house"), "@soon"),
+        (("--style_text", "a house", "--preset", "wild"), "preset = 'wild'"),
+        (("--style_text", "a house", "--sampler", "euler"), "sampler is for Stable Diffusion"),
+        (("--style_text", "a house", "--ip_adapter", "x"), "the two go together"),
+        (("--style_text", "a house", "--model", "CHECKPOINT", "--sampler", "psychic"), "sampler = 'psychic'"),
+        (("--style_text", "a house\n@scene 7 night", "--model", "CHECKPOINT"), "@scene 7: the clip has 1"),
+        (("--style_text", "a house\n@99 night", "--model", "CHECKPOINT"), "@99: the clip has 5 frames"),
+    ],
+)
+def test_mistakes_with_words_and_models_are_one_line(monkeypatch, capsys, extra, says, checkpoint, tmp_path):
+    video = make_video(tmp_path / "in.mp4", 5, size=(64, 64))
+    extra = [checkpoint / "mine.safetensors" if e == "CHECKPOINT" else e for e in extra]
+    code, _, err = run(
+        monkeypatch,
+        capsys,
+        "stylize",
+        "--video_path",
+        video,
+        "--output_dir",
+        tmp_path / "out",
+        "--device",
+        "cpu",
+        *extra,
+    )
+    assert code == 2
+    assert says in err
+    assert not list((tmp_path / "out").glob("*.mp4"))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from comfyui_veostyle.veo_core.engine import Progress, Stylizer, latents_of
 from comfyui_veostyle.veo_core.errors import BudgetError, InputError, OutputError
-from comfyui_veostyle.veo_core.memory.plan import MIB, MemoryPlan, make_plan
+from comfyui_veostyle.veo_core.memory.plan import MIB, MemoryPlan, StagePeaks, make_plan
 from comfyui_veostyle.veo_core.memory.trace import traced_peak
 from comfyui_veostyle.veo_core.options import StylizeOptions, parse_options
 from comfyui_veostyle.veo_core.render import render
@@ -37,8 +37,8 @@ def clip(tmp_path):
     return open_clip(path)
 
 
-def chosen(engine):
-    return StylizeOptions().for_backbone(engine.backbone)
+def peaks_of(engine, size):
+    return StagePeaks(engine.backbone, engine.flow, size, StylizeOptions().for_backbone(engine.backbone))
 
 
 def plan_of(engine: Stylizer, encode: int, decode: int) -> MemoryPlan:
@@ -236,19 +236,17 @@ def test_killed_process_resumes_to_the_same_file(tmp_path):
 
 def test_budget_too_small_names_the_smallest(engine):
     with pytest.raises(BudgetError, match=r"smallest that works is ([\d,]+) MiB") as caught:
-        make_plan(engine.backbone, engine.flow, (256, 144), chosen(engine), 50 * MIB)
+        make_plan(peaks_of(engine, (256, 144)), (256, 144), 50 * MIB)
     least = int(str(caught.value).split("smallest that works is ")[1].split(" MiB")[0].replace(",", ""))
-    plan = make_plan(engine.backbone, engine.flow, (256, 144), chosen(engine), least * MIB)
+    plan = make_plan(peaks_of(engine, (256, 144)), (256, 144), least * MIB)
     assert plan.decode_chunk == 1
     assert plan.peak <= least * MIB
     with pytest.raises(BudgetError):
-        make_plan(engine.backbone, engine.flow, (256, 144), chosen(engine), (least - 2) * MIB)
+        make_plan(peaks_of(engine, (256, 144)), (256, 144), (least - 2) * MIB)
 
 
 def test_plan_grows_with_size_and_not_with_length(engine):
-    small, large = (
-        make_plan(engine.backbone, engine.flow, s, chosen(engine), 1 << 34) for s in ((128, 64), (256, 128))
-    )
+    small, large = (make_plan(peaks_of(engine, s), s, 1 << 34) for s in ((128, 64), (256, 128)))
     assert 3 < (large.peak - large.weights) / (small.peak - small.weights) < 5
     assert "peak" in small.describe()
 

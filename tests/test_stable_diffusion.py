@@ -315,3 +315,25 @@ def test_a_checkpoint_stylises_a_video(tmp_path):
     assert resumed.store.resumed
     assert torch.equal(resumed.samples, whole)
     resumed.store.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("architecture", ["sd15", "sdxl"])
+def test_in_half_precision_on_a_gpu(architecture, monkeypatch, tmp_path):
+    """Plain steps as diffusers', style and coherence finite, a LoRA gone without a trace."""
+    from .test_lora import kohya_file
+
+    model = tiny.backbone(architecture)
+    model.module.to("cuda", torch.float16)
+    content = moving(4).cuda()
+    style = Style((picture(),), (1.0,), prompts=words().prompts)
+    options = StylizeOptions(strength=0, steps=6, guidance=5.0, denoise=0.6).for_backbone(model)
+    ours = run(model, style, 4, options, content=content)
+    # diffusers keeps its latents in half precision, the engine in single: the difference is rounding.
+    theirs = plain_diffusers(model, options, style, torch.cat([content[:1], content]).half(), monkeypatch)[1:].float()
+    assert (ours - theirs).norm() < 0.02 * ours.norm()
+    styled = run(model, style, 9, StylizeOptions(steps=6), window=5, overlap=2, content=moving(9).cuda())
+    assert styled.isfinite().all()
+    lora = model.with_lora(kohya_file(tmp_path / "a.safetensors", model.unet, 0))
+    assert not torch.equal(run(lora, style, 4, options, content=content), ours)
+    assert torch.equal(run(model, style, 4, options, content=content), ours)

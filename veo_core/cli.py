@@ -28,14 +28,44 @@ VideoPath = Annotated[
     Path, typer.Option("--video_path", "--video-path", help="Video, animated picture or folder of stills.")
 ]
 StyleImages = Annotated[
-    list[Path], typer.Option("--style_image", "--style-image", help="Style picture; give several to blend them.")
+    list[Path] | None, typer.Option("--style_image", "--style-image", help="Style picture; give several to blend them.")
 ]
+Sampler = Annotated[
+    str | None,
+    typer.Option(help="For checkpoints: dpmpp_2m, ddim, euler, euler_ancestral, heun, dpmpp_2m_sde, uni_pc, lcm."),
+]
+Scheduler = Annotated[str | None, typer.Option(help="For checkpoints: karras, normal, exponential or sgm_uniform.")]
+MotionModule = Annotated[
+    Path | None, typer.Option("--motion_module", "--motion-module", help="AnimateDiff motion modules, for SD 1.5.")
+]
+Loras = Annotated[
+    list[str] | None, typer.Option("--lora", help="LoRA file or PEFT folder, FILE or FILE:STRENGTH; give several.")
+]
+IPAdapterFile = Annotated[
+    Path | None, typer.Option("--ip_adapter", "--ip-adapter", help="IP-Adapter (safetensors); needs --clip_vision.")
+]
+ClipVision = Annotated[
+    Path | None, typer.Option("--clip_vision", "--clip-vision", help="Image encoder that the IP-Adapter was made with.")
+]
+IPBlocks = Annotated[str, typer.Option("--ip_blocks", "--ip-blocks", help="Of the IP-Adapter: all, or style.")]
+Preset = Annotated[
+    str, typer.Option(help="How style enters a checkpoint without training: faithful, balanced or strong.")
+]
+Denoise = Annotated[
+    float | None, typer.Option(help="For checkpoints: share of the noise schedule; the preset's own when missing.")
+]
+WindowSize = Annotated[int | None, typer.Option(help="Frames denoised together; the model's own when missing.")]
 Budget = Annotated[
     float | None,
     typer.Option("--memory_gb", "--memory-gb", help="Memory budget on the device in GB; free memory when missing."),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Model = Annotated[Path | None, typer.Option(help="safetensors of a model; the bundled veo-mini when missing.")]
+Model = Annotated[
+    Path | None,
+    typer.Option(
+        help="SD 1.5 or SDXL checkpoint (safetensors, or a diffusers folder); the bundled veo-mini when missing."
+    ),
+]
 Steps = Annotated[
     int | None,
     typer.Option(
@@ -60,18 +90,42 @@ Debug = Annotated[bool, typer.Option(help="Show the traceback of an error.")]
 @app.command()
 def stylize(
     video_path: VideoPath,
-    style_image: StyleImages,
     output_dir: Annotated[
         Path, typer.Option("--output_dir", "--output-dir", help="Folder for the result; made when missing.")
     ],
+    style_image: StyleImages = None,
+    style_text: Annotated[
+        str,
+        typer.Option(
+            "--style_text",
+            "--style-text",
+            help="Style in words, for checkpoints. Lines may begin with @scene 2, @48 (a frame) or @2.5s.",
+        ),
+    ] = "",
+    negative_text: Annotated[
+        str, typer.Option("--negative_text", "--negative-text", help="What is not wanted, in words.")
+    ] = "",
     style_weight: Annotated[
         list[float] | None,
         typer.Option("--style_weight", "--style-weight", help="Weight of each style picture, in their order."),
     ] = None,
     model: Model = None,
+    lora: Loras = None,
+    ip_adapter: IPAdapterFile = None,
+    clip_vision: ClipVision = None,
+    ip_blocks: IPBlocks = "style",
+    sampler: Sampler = None,
+    scheduler: Scheduler = None,
+    motion_module: MotionModule = None,
+    preset: Preset = "balanced",
+    denoise: Denoise = None,
+    inversion: Annotated[bool, typer.Option(help="For checkpoints: start from DDIM inversion of the source.")] = False,
+    window: WindowSize = None,
     num_inference_steps: Steps = None,
     guidance_scale: Guidance = None,
-    strength: Annotated[float, typer.Option(help="How far to go: 0 is the source, 1 the full style.")] = 1.0,
+    strength: Annotated[
+        float, typer.Option(help="How far to go: 1 is the full style, 0 the plain model (veo-mini: the source).")
+    ] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the noise, where the model uses any.")] = 0,
     codec: Annotated[
         str, typer.Option(help="h264, h265, vp9, av1, prores4444, ffv1, png, png16, gif or webp.")
@@ -102,12 +156,21 @@ def stylize(
     from .options import parse_options
     from .render import render
     from .style.encoder import load_style
+    from .style.prompts import parse_prompts
     from .video.audio import clip_audio
     from .video.reader import open_clip
     from .video.writer import OutputFormat, check_writable
 
     options = parse_options(
-        steps=num_inference_steps, guidance=guidance_scale, strength=strength, seed=seed, detector=detector
+        preset,
+        inversion,
+        steps=num_inference_steps,
+        guidance=guidance_scale,
+        strength=strength,
+        seed=seed,
+        detector=detector,
+        denoise=denoise,
+        window=window,
     )
     output = OutputFormat(codec, crf, bitrate, deep)
     clip = open_clip(
@@ -120,11 +183,12 @@ def stylize(
         width=width,
         height=height,
     )
-    style = load_style(list(style_image), style_weight)
+    style = load_style(style_image or [], style_weight, prompts=parse_prompts(style_text, negative_text))
     output_dir = _folder(output_dir)
-    path = output_dir / f"{video_path.stem}_{style_image[0].stem}{output.suffix}"
+    path = output_dir / f"{video_path.stem}_{style_image[0].stem if style_image else 'text'}{output.suffix}"
     check_writable(path, output)
-    backbone, flow = _load(model, device)
+    backbone, flow = _load(model, device, sampler=sampler, scheduler=scheduler, motion=motion_module)
+    backbone = _adapted(backbone, lora or [], ip_adapter, clip_vision, ip_blocks)
     engine = Stylizer(backbone, flow)
     plan = engine.plan(clip, options, _bytes(memory_gb))
     for notice in clip.info.notices:
@@ -151,6 +215,8 @@ def stylize(
 def plan(
     video_path: VideoPath,
     model: Model = None,
+    preset: Preset = "balanced",
+    window: WindowSize = None,
     num_inference_steps: Steps = None,
     guidance_scale: Guidance = None,
     width: Width = None,
@@ -165,7 +231,7 @@ def plan(
     from .video.reader import open_clip
 
     clip = open_clip(video_path, width=width, height=height)
-    options = parse_options(steps=num_inference_steps, guidance=guidance_scale)
+    options = parse_options(preset, steps=num_inference_steps, guidance=guidance_scale, window=window)
     made = Stylizer(*_load(model, device)).plan(clip, options, _bytes(memory_gb))
     print(made.describe())
 
@@ -253,12 +319,43 @@ def _device(name: str):
     return torch.device(name)
 
 
-def _load(model: Path | None, device: str):
+def _load(model: Path | None, device: str, **settings: object):
     from .backbones import load_backbone
     from .motion.flow import load_flow
 
     where = _device(device)
-    return load_backbone(model, where), load_flow(where)
+    return load_backbone(model, where, **settings), load_flow(where)
+
+
+def _adapted(backbone, loras: list[str], ip_adapter: Path | None, clip_vision: Path | None, blocks: str):
+    """The backbone with what is put beside its weights; LoRA reports go to the terminal."""
+    from .errors import InputError
+
+    if (ip_adapter is None) != (clip_vision is None):
+        raise InputError(f"ip_adapter = {ip_adapter}, clip_vision = {clip_vision}: the two go together; give both")
+    if (loras or ip_adapter) and not hasattr(backbone, "with_lora"):
+        raise InputError(
+            f"model is {backbone.name}, which takes no LoRA and no IP-Adapter; give a checkpoint as --model"
+        )
+    if blocks not in ("all", "style"):
+        raise InputError(f"ip_blocks = {blocks!r} is unknown; give all or style")
+    for lora in loras:
+        path, strength = _lora(lora)
+        backbone = backbone.with_lora(path, strength)
+        err.print(backbone.loras[-1].report, markup=False, highlight=False)
+    if ip_adapter is not None:
+        backbone = backbone.with_ip_adapter(ip_adapter, clip_vision, blocks)
+        backbone.module.to(backbone.device)
+    return backbone
+
+
+def _lora(text: str) -> tuple[Path, float]:
+    """``FILE`` or ``FILE:STRENGTH``; a colon in a file's own name is left alone."""
+    path, _, strength = text.rpartition(":")
+    try:
+        return (Path(path), float(strength)) if path else (Path(text), 1.0)
+    except ValueError:
+        return Path(text), 1.0
 
 
 class _Bars:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .backbones.base import Backbone
 from .errors import InputError
-from .memory.plan import MemoryPlan, make_plan, padded_size
+from .memory.plan import MemoryPlan, StagePeaks, make_plan, padded_size
 from .motion.flow import STRIDE, FlowNet
 from .motion.fusion import MOTION_CHANNELS, TemporalFusion, estimate_motion, latent_motion
 from .options import StylizeOptions
@@ -102,11 +102,17 @@ class Stylizer:
 
     def __init__(self, backbone: Backbone, flow: FlowNet):
         self.backbone, self.flow = backbone, flow
+        self._peaks: dict[tuple, StagePeaks] = {}
 
     def plan(self, clip: Clip, options: StylizeOptions, budget: int | None = None) -> MemoryPlan:
         """Chunk sizes and predicted peaks. Raises BudgetError when the budget (bytes) is too small for any."""
         options = options.for_backbone(self.backbone)
-        return make_plan(self.backbone, self.flow, clip.size, options, budget)
+        padded = padded_size(clip.size, self.backbone.multiple)
+        # Tracing a large model takes seconds; it is the same for every clip of a size.
+        key = (padded, self.backbone.device, options.model_copy(update={"seed": 0}).model_dump_json())
+        if key not in self._peaks:
+            self._peaks[key] = StagePeaks(self.backbone, self.flow, padded, options)
+        return make_plan(self._peaks[key], clip.size, budget)
 
     @torch.no_grad()
     def denoise(

@@ -87,24 +87,18 @@ def free_memory(device: torch.device) -> int:
     return int(free * (1 - RESERVE))
 
 
-def make_plan(
-    backbone: Backbone,
-    flow: FlowNet,
-    size: tuple[int, int],
-    options: StylizeOptions,
-    budget: int | None = None,
-) -> MemoryPlan:
+def make_plan(peaks: StagePeaks, size: tuple[int, int], budget: int | None = None) -> MemoryPlan:
     """Chooses the largest chunks that fit.
 
     Args:
+        peaks: of a model at the frames' padded size.
         size: width and height of the frames.
-        options: of the run, every choice made.
         budget: bytes on the model's device, its weights included; None takes what is free.
 
     Raises:
         BudgetError: names the smallest budget that works.
     """
-    peaks = StagePeaks(backbone, flow, padded_size(size, backbone.multiple), options)
+    backbone, flow, options = peaks.backbone, peaks.flow, peaks.options
     device = backbone.device
     weights = backbone.weight_bytes + sum(p.nbytes for p in flow.parameters())
     weights += CUDA_FIXED if device.type == "cuda" else HOST_FIXED
