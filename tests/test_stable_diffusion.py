@@ -337,3 +337,43 @@ def test_in_half_precision_on_a_gpu(architecture, monkeypatch, tmp_path):
     lora = model.with_lora(kohya_file(tmp_path / "a.safetensors", model.unet, 0))
     assert not torch.equal(run(lora, style, 4, options, content=content), ours)
     assert torch.equal(run(model, style, 4, options, content=content), ours)
+
+
+def test_animatediff_motion_modules(tmp_path):
+    """Frames of a window become one clip to the motion modules; what is plain diffusers' stays so."""
+    from comfyui_veostyle.veo_core.backbones import load_backbone
+    from comfyui_veostyle.veo_core.errors import ModelError
+    from diffusers import MotionAdapter
+
+    made = tiny.parts()
+    adapter = tiny._randomise(MotionAdapter(block_out_channels=(32, 32, 64, 64), motion_num_attention_heads=4), 3)
+    adapter.save_pretrained(tmp_path / "motion")
+    checkpoint = tiny.save_checkpoint(made, tmp_path / "a.safetensors")
+    settings = {"sampler": "ddim", "scheduler": "normal"}
+    model = load_backbone(checkpoint, torch.device("cpu"), motion=tmp_path / "motion", **settings)
+    plain = load_backbone(checkpoint, torch.device("cpu"), **settings)
+    assert model.digest != plain.digest
+    style = Style((picture(),), (1.0,), prompts=words().prompts)
+    options = StylizeOptions(strength=0, steps=4, guidance=3.0)
+    moved = run(model, style, 5, options)
+    assert not torch.allclose(moved, run(plain, style, 5, options), atol=1e-3)
+    x, text = torch.randn(6, 4, 8, 8), [model.text.encode("a house")] * 6
+    ours = model.evaluate(x, timestep=torch.tensor(500), text=text, frames=6)
+    theirs = model.unet(
+        x.movedim(0, 1)[None], 500, encoder_hidden_states=torch.cat([t.tokens for t in text]), return_dict=False
+    )[0]
+    assert torch.equal(ours, theirs[0].movedim(0, 1))
+    styled = run(model, style, 9, StylizeOptions(steps=6), window=5, overlap=2)
+    assert styled.isfinite().all()
+    with pytest.raises(ModelError, match="motion modules are for SD 1.5"):
+        load_backbone(
+            tiny.save_checkpoint(tiny.parts("sdxl"), tmp_path / "xl.safetensors"),
+            torch.device("cpu"),
+            motion=tmp_path / "motion",
+        )
+    with pytest.raises(ModelError, match="no AnimateDiff motion modules: it is a checkpoint"):
+        load_backbone(checkpoint, torch.device("cpu"), motion=checkpoint)
+    wide = MotionAdapter(block_out_channels=(32, 32, 64, 128), motion_num_attention_heads=4)
+    wide.save_pretrained(tmp_path / "wide")
+    with pytest.raises(ModelError, match="wide does not fit"):
+        load_backbone(checkpoint, torch.device("cpu"), motion=tmp_path / "wide")
