@@ -17,9 +17,13 @@ from pathlib import Path
 
 import av
 import pytest
+import torch
 from comfyui_veostyle.veo_core.video.reader import open_clip
+from safetensors.torch import save_file
 
+from . import tiny
 from .conftest import EXAMPLES, ROOT
+from .test_lora import kohya_file
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.slow]
 
@@ -32,11 +36,15 @@ class Server:
         packs = base / "packs"
         packs.mkdir()
         (packs / "an-odd name").symlink_to(ROOT)
-        for name in ("input", "output", "temp", "user"):
+        for name in ("input", "output", "temp", "user", "models", "models/checkpoints", "models/loras"):
             (base / name).mkdir()
+        made = tiny.parts()
+        tiny.save_checkpoint(made, base / "models/checkpoints/tiny.safetensors")
+        kohya_file(base / "models/loras/tiny.safetensors", made.unet, 0)
         for file in EXAMPLES.iterdir():
             shutil.copy(file, base / "input")
-        (base / "extra.yaml").write_text(f"veo:\n  custom_nodes: {packs}\n")
+        models = {"checkpoints": base / "models/checkpoints", "loras": base / "models/loras", "custom_nodes": packs}
+        (base / "extra.yaml").write_text("veo:\n" + "".join(f"  {k}: {v}\n" for k, v in models.items()))
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             self.port = s.getsockname()[1]
@@ -102,6 +110,75 @@ def graph(**changes):
     for node in nodes.values():
         node["inputs"].update({k: v for k, v in changes.items() if k in node["inputs"]})
     return nodes
+
+
+def checkpoint_graph(**changes):
+    """The workflow with a checkpoint, words and a LoRA in the bundled model's place."""
+    nodes = graph(frame_cap=6, width=64, height=64, **changes)
+    kinds = {n["class_type"]: key for key, n in nodes.items()}
+    loader, encoder = nodes[kinds["VeoStyleLoadModel"]], nodes[kinds["VeoStyleEncoder"]]
+    loader["inputs"] = {"model": "tiny.safetensors", "sampler": "euler", "scheduler": "normal"}
+    encoder["inputs"] |= {"text": "a painted house\n@3 at night", "negative": "blurry"}
+    nodes["90"] = {
+        "class_type": "VeoStyleLoRAInjector",
+        "inputs": {"model": [kinds["VeoStyleLoadModel"], 0], "lora": "tiny.safetensors", "strength": 0.8},
+    }
+    for kind in ("VeoStyleSTNormDenoiser", "VeoStyleVAEDecode"):
+        nodes[kinds[kind]]["inputs"]["model"] = ["90", 0]
+    nodes[kinds["VeoStyleSTNormDenoiser"]]["inputs"] |= {
+        "steps": 4,
+        "guidance": 3.0,
+        "preset": "strong",
+        "denoise": 0.8,
+    }
+    return nodes
+
+
+def test_a_checkpoint_with_words_and_a_lora(server):
+    for run in range(2):
+        entry = server.finished(server.queue(checkpoint_graph(seed=run)))
+        assert entry["status"]["status_str"] == "success", entry["status"]
+        saved = entry["outputs"]["7"]["images"][0]
+        clip = open_clip(server.base / "output" / saved["subfolder"] / saved["filename"])
+        assert len(list(clip.frames())) == 6
+    cached = next(m[1]["nodes"] for m in entry["status"]["messages"] if m[0] == "execution_cached")
+    assert "90" in cached
+
+
+def test_a_lora_for_another_base_is_told_on_its_node(server):
+    save_file(
+        {f"lora_unet_single_blocks_0_linear1.lora_{x}.weight": torch.ones(2, 2) for x in ("up", "down")},
+        server.base / "flux.safetensors",
+    )
+    nodes = checkpoint_graph()
+    nodes["90"]["inputs"]["path"] = str(server.base / "flux.safetensors")
+    entry = server.finished(server.queue(nodes))
+    error = next(m[1] for m in entry["status"]["messages"] if m[0] == "execution_error")
+    assert "FLUX" in error["exception_message"]
+    assert error["node_type"] == "VeoStyleLoRAInjector"
+
+
+def test_models_of_core_s_loaders(tmp_path):
+    """SD 1.5, SDXL, Wan and LTXV, tiny, through core's own classes; see comfy_models.py."""
+    core = Path(os.environ["COMFYUI_PATH"])
+    python = next(p for p in (core / ".venv/bin/python", core / ".venv/Scripts/python.exe") if p.exists())
+    environment = os.environ | {"COMFYUI_PATH": str(core), "VEOSTYLE_ROOT": str(ROOT)}
+    done = subprocess.run(
+        [python, "-W", "ignore", ROOT / "tests/comfy_models.py", tmp_path],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    line = next((x for x in done.stdout.splitlines() if x.startswith("REPORT ")), None)
+    assert line, done.stderr[-3000:]
+    report = json.loads(line.removeprefix("REPORT "))
+    wrong_vae, strange = report.pop("errors")
+    assert "16 channels, and SD 1.5 takes 4" in wrong_vae
+    assert "Flux" in strange
+    assert "SD 1.5, SDXL, Wan 2.1, Wan 2.2, LTXV" in strange
+    assert set(report) == {"sd15", "sdxl", "wan", "ltxv"}
+    for name, held in report.items():
+        assert {k: v for k, v in held.items() if v is not True} == {}, name
 
 
 def test_all_nodes_are_there(server):
