@@ -141,6 +141,7 @@ def animatediff(parts: Parts, side: int, frames: int, steps: int, device: str):
         scheduler=DDIMScheduler.from_config(SCHEDULER),
     )  # fmt: skip
     pipeline.set_progress_bar_config(disable=True)
+    pipeline.to(device)
     parts.unet = pipeline.unet  # the pipeline has made a UNet of its own from it
     words = torch.randn(1, 77, parts.unet.config.cross_attention_dim, device=device, dtype=parts.unet.dtype)
     pictures = torch.rand(frames, 3, side, side)
@@ -179,6 +180,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--side", type=int, default=512)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--rows", default="", help="only rows that contain one of these words, separated by commas")
     parser.add_argument("--animatediff", action="store_true", help="that row alone, in a process without our UNet")
     a = parser.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
@@ -211,7 +213,10 @@ def main() -> None:
         "img2img, 16 at a time": partial(image_to_image, *same, 16),
     }
     rows = {}
+    wanted = [w for w in a.rows.split(",") if w]
     for name, make in runs.items():
+        if wanted and not any(w in name for w in wanted):
+            continue
         with torch.no_grad():
             rows[name] = measured(a.device, make())
         print(f"{name:34s} {rows[name][0]:8.2f} s {rows[name][1]:8.0f} MiB", flush=True)

@@ -198,3 +198,25 @@ def test_towers_refuse_other_files_and_silent_downloads(tmp_path):
         load_image_tower("ViT-H-14:laion2b_s32b_b79k")
     with pytest.raises(ModelError, match="does not exist"):
         load_image_tower(tmp_path / "no.safetensors")
+
+
+def test_clip_score(tmp_path):
+    from comfyui_veostyle.veo_core.metrics.clip_score import clip_score
+    from comfyui_veostyle.veo_core.video.reader import open_clip
+
+    from .conftest import make_video
+
+    save_file(hf_state(vision_model(projection=64)), tmp_path / "image.safetensors")
+    text = tiny.text_model(64, 3, projection=True, act="gelu").state_dict()
+    save_file(
+        {k if k.startswith("text") else f"text_model.{k}": v.clone() for k, v in text.items()},
+        tmp_path / "text.safetensors",
+    )
+    clip = open_clip(make_video(tmp_path / "a.mp4", 17, size=(64, 48)))
+    towers = (tmp_path / "image.safetensors", tmp_path / "text.safetensors")
+    score = clip_score(clip, "a cat", *towers)
+    assert -100 <= score <= 100
+    assert score != clip_score(clip, "two dogs", *towers)
+    save_file(hf_state(vision_model(projection=48)), tmp_path / "other.safetensors")
+    with pytest.raises(ModelError, match="towers of one CLIP"):
+        clip_score(clip, "a cat", tmp_path / "other.safetensors", towers[1])

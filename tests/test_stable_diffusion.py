@@ -67,6 +67,7 @@ def plain_diffusers(model, options, style, content, monkeypatch):
     frames = len(content)
     embeddings = model.condition(style, options, survey_of(frames - 1)).embeddings
     noise = torch.cat([frame_noise(options.seed, range(f, f + 1), (4, 8, 8)) for f in (0, *range(frames - 1))])
+    noise = noise.to(content)
     scheduler = make_scheduler(model.schedule_config, model.sampler, model.scheduler)
     common = {"vae": model.vae, "unet": model.unet, "scheduler": scheduler, "text_encoder": None, "tokenizer": None}
     if model.text.skip:

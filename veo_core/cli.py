@@ -45,7 +45,16 @@ IPAdapterFile = Annotated[
     Path | None, typer.Option("--ip_adapter", "--ip-adapter", help="IP-Adapter (safetensors); needs --clip_vision.")
 ]
 ClipVision = Annotated[
-    Path | None, typer.Option("--clip_vision", "--clip-vision", help="Image encoder that the IP-Adapter was made with.")
+    str | None,
+    typer.Option(
+        "--clip_vision",
+        "--clip-vision",
+        help="CLIP image encoder (safetensors), the one that the IP-Adapter was made with; "
+        "or a name of open_clip's such as ViT-H-14:laion2b_s32b_b79k with --allow_download.",
+    ),
+]
+AllowDownload = Annotated[
+    bool, typer.Option("--allow_download", "--allow-download", help="Let open_clip fetch an encoder given by name.")
 ]
 IPBlocks = Annotated[str, typer.Option("--ip_blocks", "--ip-blocks", help="Of the IP-Adapter: all, or style.")]
 Preset = Annotated[
@@ -114,6 +123,7 @@ def stylize(
     ip_adapter: IPAdapterFile = None,
     clip_vision: ClipVision = None,
     ip_blocks: IPBlocks = "style",
+    allow_download: AllowDownload = False,
     sampler: Sampler = None,
     scheduler: Scheduler = None,
     motion_module: MotionModule = None,
@@ -188,7 +198,7 @@ def stylize(
     path = output_dir / f"{video_path.stem}_{style_image[0].stem if style_image else 'text'}{output.suffix}"
     check_writable(path, output)
     backbone, flow = _load(model, device, sampler=sampler, scheduler=scheduler, motion=motion_module)
-    backbone = _adapted(backbone, lora or [], ip_adapter, clip_vision, ip_blocks)
+    backbone = _adapted(backbone, lora or [], ip_adapter, clip_vision, ip_blocks, allow_download)
     engine = Stylizer(backbone, flow)
     plan = engine.plan(clip, options, _bytes(memory_gb))
     for notice in clip.info.notices:
@@ -240,17 +250,34 @@ def plan(
 def metrics(
     result: Annotated[Path, typer.Option(help="Stylised video.")],
     source: Annotated[Path, typer.Option(help="Video that it was made from.")],
+    style_text: Annotated[
+        str, typer.Option("--style_text", "--style-text", help="Words for the CLIP score; needs both encoders.")
+    ] = "",
+    clip_vision: ClipVision = None,
+    clip_text: Annotated[
+        str | None,
+        typer.Option("--clip_text", "--clip-text", help="CLIP text encoder (safetensors), for the CLIP score."),
+    ] = None,
+    allow_download: AllowDownload = False,
     device: Device = "auto",
     debug: Debug = False,
 ) -> None:
     """Measure flicker, sharpness and structure of a result against its source."""
+    from .errors import InputError
+    from .metrics.clip_score import clip_score
     from .metrics.report import measure
     from .video.reader import open_clip
+
+    if any((style_text, clip_vision, clip_text)) and not all((style_text, clip_vision, clip_text)):
+        raise InputError("the CLIP score needs style_text, clip_vision and clip_text; give all three, or none")
 
     _, flow = _load(None, device)
     table = Table("metric", "value", "meaning")
     for row in measure(open_clip(result), open_clip(source), flow):
         table.add_row(row.name, f"{row.value:.5f}", row.meaning)
+    if style_text:
+        score = clip_score(open_clip(result), style_text, clip_vision, clip_text, allow_download)
+        table.add_row("clip_score", f"{score:.5f}", "agreement of frames and words, -100..100")
     Console().print(table)
 
 
@@ -327,7 +354,7 @@ def _load(model: Path | None, device: str, **settings: object):
     return load_backbone(model, where, **settings), load_flow(where)
 
 
-def _adapted(backbone, loras: list[str], ip_adapter: Path | None, clip_vision: Path | None, blocks: str):
+def _adapted(backbone, loras: list[str], ip_adapter: Path | None, clip_vision: str | None, blocks: str, download: bool):
     """The backbone with what is put beside its weights; LoRA reports go to the terminal."""
     from .errors import InputError
 
@@ -344,7 +371,7 @@ def _adapted(backbone, loras: list[str], ip_adapter: Path | None, clip_vision: P
         backbone = backbone.with_lora(path, strength)
         err.print(backbone.loras[-1].report, markup=False, highlight=False)
     if ip_adapter is not None:
-        backbone = backbone.with_ip_adapter(ip_adapter, clip_vision, blocks)
+        backbone = backbone.with_ip_adapter(ip_adapter, clip_vision, blocks, download)
         backbone.module.to(backbone.device)
     return backbone
 

@@ -66,12 +66,14 @@ class WindowJob:
     def __post_init__(self) -> None:
         self._handed: dict[str, Tensor] = {}
         self._predicted: list[Tensor] = []
+        self._noise: Tensor | None = None
 
     def noise(self) -> Tensor:
         """The frames' own noise ``[t, C, h, w]``."""
-        shape = tuple(self.content.shape[1:])
-        seed = self.options.seed
-        return torch.cat([frame_noise(seed, range(f, f + 1), shape) for f in self.frames]).to(self.content)
+        if self._noise is None:
+            shape, seed = tuple(self.content.shape[1:]), self.options.seed
+            self._noise = torch.cat([frame_noise(seed, range(f, f + 1), shape) for f in self.frames]).to(self.content)
+        return self._noise
 
     def generators(self) -> list[torch.Generator]:
         """A fresh generator for each frame, for steps that add noise: what it draws depends on seed, frame and step."""

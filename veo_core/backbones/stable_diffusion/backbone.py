@@ -105,16 +105,18 @@ class StableDiffusionBackbone:
         )
         return changed
 
-    def with_ip_adapter(self, path: Path, clip_vision: str | Path, blocks: Blocks = "all") -> StableDiffusionBackbone:
+    def with_ip_adapter(
+        self, path: Path, clip_vision: str | Path, blocks: Blocks = "all", download: bool = False
+    ) -> StableDiffusionBackbone:
         """The same model, its networks shared, reading style pictures through an IP-Adapter as well.
 
         Args:
-            clip_vision: the image encoder that the adapter was made with.
+            clip_vision: the image encoder that the adapter was made with. download: whether a name may be fetched.
             blocks: ``style`` leaves layout to the source.
         """
         changed = copy.copy(self)
         architecture = "sdxl" if self.text.skip else "sd15"
-        changed.ip_adapter = load_ip_adapter(path, clip_vision, self.unet, architecture, blocks)
+        changed.ip_adapter = load_ip_adapter(path, clip_vision, self.unet, architecture, blocks, download)
         changed.digest = f"{self.digest}-{changed.ip_adapter.digest}"
         added = [p for m in changed.ip_adapter.modules() for p in m.parameters()]
         changed.weight_bytes = self.weight_bytes + sum(p.nbytes for p in added)

@@ -63,9 +63,14 @@ class IPAdapter:
 
 
 def load_ip_adapter(
-    path: Path, clip_vision: str | Path, unet: nn.Module, architecture: str, blocks: Blocks = "all"
+    path: Path,
+    clip_vision: str | Path,
+    unet: nn.Module,
+    architecture: str,
+    blocks: Blocks = "all",
+    download: bool = False,
 ) -> IPAdapter:
-    """Reads an IP-Adapter and its image encoder.
+    """Reads an IP-Adapter and its image encoder; the encoder is fetched by name only where ``download`` allows it.
 
     Raises:
         ModelError: the file is something else, or for another base, or goes with another image encoder.
@@ -84,7 +89,7 @@ def load_ip_adapter(
             f"{path} is for a model with {len(keys)} cross-attentions {header[keys[0]][1]} wide, "
             f"and this one has {wanted}, {cross} wide; give the IP-Adapter for this base"
         )
-    tower = load_image_tower(clip_vision)
+    tower = load_image_tower(clip_vision, download)
     given = tower.network.conv1.weight.shape[0] if plus else tower.network.output_dim
     taken = header["image_proj.proj_in.weight" if plus else "image_proj.proj.weight"][1]
     if given != taken:
