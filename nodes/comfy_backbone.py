@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -16,9 +17,10 @@ from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
 from ..veo_core.backbones.base import Defaults
+from ..veo_core.backbones.stable_diffusion.text import TextEmbedding
 from ..veo_core.errors import InputError, ModelError
-from ..veo_core.layers.st_norm import TemporalContext, calibrate, frame_moments
-from ..veo_core.layers.style_session import Site, StyleSession
+from ..veo_core.layers.st_norm import TemporalContext, calibrate
+from ..veo_core.layers.style_session import Site, StyleSession, pooled_moments
 from ..veo_core.memory.trace import declare_workspace, tracing
 from ..veo_core.sampling.noise import frame_noise
 from ..veo_core.style.encoder import cover
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from ..veo_core.video.scenes import Survey
 
 KEY = "veostyle"
+ADAPTIVE = ("dpm_adaptive",)
 
 
 @dataclass(frozen=True)
@@ -68,11 +71,9 @@ def family_of(model: Any) -> Family:
 
 @dataclass
 class ComfyCondition:
-    """A style as read for one run: pictures with shares and weight, and each text that occurs as core's conditioning."""
+    """A style as read for one run: pictures, words by frame, and each text that occurs as core's conditioning."""
 
-    pictures: tuple[Tensor, ...]
-    shares: tuple[float, ...]
-    weight: float
+    style: Style
     prompts: Prompts
     encoded: dict[str, list]
 
@@ -82,21 +83,14 @@ class ComfyCondition:
         texts = {text for part in parts for text, _ in part}
         if len(texts) == 1:
             return self.encoded[texts.pop()]
-        mixed = [self._mix(part) for part in parts]
-        longest = max(tokens.shape[1] for tokens, _ in mixed)
-        tokens = torch.cat([t.repeat(1, -(-longest // t.shape[1]), 1)[:, :longest] for t, _ in mixed])
-        extra = dict(self.encoded[parts[0][0][0]][0][1])
-        if extra.get("pooled_output") is not None:
-            extra["pooled_output"] = torch.cat([pooled for _, pooled in mixed])
-        return [[tokens, extra]]
-
-    def _mix(self, part: list[tuple[str, float]]) -> tuple[Tensor, Tensor | None]:
-        entries = [(self.encoded[text][0], share) for text, share in part]
-        longest = max(e[0].shape[1] for e, _ in entries)
-        tokens = sum(e[0].repeat(1, -(-longest // e[0].shape[1]), 1)[:, :longest] * s for e, s in entries)
-        if entries[0][0][1].get("pooled_output") is None:
-            return tokens, None
-        return tokens, sum(e[1]["pooled_output"] * s for e, s in entries)
+        entries = {text: self.encoded[text][0] for text in texts}
+        extra = dict(entries[parts[0][0][0]][1])
+        has_pooled = extra.get("pooled_output") is not None
+        words = {t: TextEmbedding(e[0], e[1]["pooled_output"] if has_pooled else None) for t, e in entries.items()}
+        mixed = TextEmbedding.batch([TextEmbedding.mix([(words[t], share) for t, share in part]) for part in parts])
+        if has_pooled:
+            extra["pooled_output"] = mixed.pooled
+        return [[mixed.tokens, extra]]
 
 
 class ComfyBackbone:
@@ -104,6 +98,8 @@ class ComfyBackbone:
 
     Core's sampler runs each window on a clone of the MODEL, so that LoRA, ControlNet and what other packs patched go on
     working. With strength 0 the result is core's own.
+
+    Its weights count as nothing in a plan: core moves as many of them as fit.
 
     Args:
         model, vae, clip: of core. sampler, scheduler: names in core's lists.
@@ -113,6 +109,15 @@ class ComfyBackbone:
     managed = True
 
     def __init__(self, model: Any, vae: Any, clip: Any, sampler: str, scheduler: str, identity: str):
+        for name, given in (("model", model), ("vae", vae), ("clip", clip)):
+            if given is None:
+                raise InputError(
+                    f"{name} is empty: the loader before this found none in its file; connect another loader"
+                )
+        if sampler in ADAPTIVE:
+            raise InputError(
+                f"sampler_name = {sampler} chooses its own number of steps, and windows could not meet; give another"
+            )
         self.family = family_of(model)
         self.model, self.vae, self.clip = model, vae, clip
         self.sampler, self.scheduler = sampler, scheduler
@@ -127,7 +132,7 @@ class ComfyBackbone:
         self.factor = vae.spacial_compression_encode()
         self.time_factor = (vae.temporal_compression_decode() or 1) if self.is_video else 1
         self.multiple = self.factor * self.family.patch
-        self.weight_bytes = model.model_size()
+        self.weight_bytes = 0
 
     @property
     def is_video(self) -> bool:
@@ -155,7 +160,10 @@ class ComfyBackbone:
             declare_workspace(self._vae_memory(self.vae.memory_used_decode, latents.shape))
             count = 1 + (len(latents) - 1) * self.time_factor
             return latents.new_empty(count, 3, *(s * self.factor for s in latents.shape[2:]))
-        frames = self.vae.decode(latents.movedim(0, 1)[None] if self.is_video else latents)
+        # Some video decoders add noise of their own, from the global generator.
+        with torch.random.fork_rng(enabled=self.is_video):
+            torch.manual_seed(0) if self.is_video else None
+            frames = self.vae.decode(latents.movedim(0, 1)[None] if self.is_video else latents)
         frames = frames[0] if frames.ndim == 5 else frames
         return frames.to(self.device, torch.float32).movedim(-1, 1)
 
@@ -167,12 +175,9 @@ class ComfyBackbone:
         if options.injection.inversion:
             raise InputError("inversion = True is for checkpoints of Load Model (VeoStyle); turn it off for a MODEL")
         prompts = style.prompts.checked(survey)
-        texts = {"", prompts.negative}
-        for index, scene in enumerate(survey.scenes):
-            texts |= {text for frame in range(scene.start, scene.end) for text, _ in prompts.at(frame, index)}
         rate = float(survey.frames / survey.duration) if survey.duration else 25.0
-        encoded = {text: self._encoded(text, rate) for text in sorted(texts)}
-        return ComfyCondition(style.pictures, style.weights, style.weight, prompts, encoded)
+        texts = sorted({text for text, _ in prompts.texts(survey)})
+        return ComfyCondition(style, prompts, {text: self._encoded(text, rate) for text in texts})
 
     def _encoded(self, text: str, rate: float) -> list:
         conditioning = self.clip.encode_from_tokens_scheduled(self.clip.tokenize(text))
@@ -184,9 +189,8 @@ class ComfyBackbone:
         return _Run(self, condition, job).latents()
 
     def rehearse(self, x: Tensor, options: StylizeOptions) -> Tensor:
-        batch = 1 if self.is_video else len(x)
-        shape = [batch * (2 if options.guidance > 1 else 1), *_video_shape(self, x.shape)[1:]]
-        declare_workspace(int(self.model.memory_required(shape)))
+        # Where both branches of guidance do not fit core runs them one after the other, and moves weights as it must.
+        declare_workspace(int(self.model.memory_required(list(_video_shape(self, x.shape)))))
         return torch.empty_like(x)
 
 
@@ -200,15 +204,11 @@ class _Run:
 
     def __init__(self, backbone: ComfyBackbone, condition: ComfyCondition, job: WindowJob):
         self.backbone, self.condition, self.job = backbone, condition, job
-        injection = job.options.injection.scaled(job.options.strength)
-        if not condition.pictures:
-            injection = injection.model_copy(update={"attention": 0.0, "start_adain": 0.0})
-        weight = min(1.0, condition.weight)
-        self.injection = injection.model_copy(update={"attention": injection.attention * weight})
-        self.session = StyleSession(self.injection)
+        self.injection = job.options.injection.for_style(condition.style, job.options.strength)
+        self.session, self.shares = StyleSession(self.injection), list(condition.style.weights)
         # A video's first latent frame is its anchor already.
         self.skipped = int(backbone.is_video and job.window.start == job.window.scene.anchor)
-        self.calls, self.recorded, self.recording = 0, None, False
+        self.calls, self.recorded = 0, None
 
     @torch.no_grad()
     def latents(self) -> Tensor:
@@ -224,9 +224,9 @@ class _Run:
             result = comfy.sample.sample_custom(
                 model,
                 self._to_core(job.noise()[self.skipped :]),
-                options.guidance if condition_matters(self.condition) else 1.0,
+                options.guidance,
                 self._sampler(),
-                sampler.sigmas[options.steps - done :] if done < options.steps else sampler.sigmas,
+                sampler.sigmas[-(done + 1) :],
                 self.condition.positive(frames[len(frames) // 2 :][:1] if backbone.is_video else frames, job.scene),
                 self.condition.encoded[self.condition.prompts.negative],
                 self._to_core(content[self.skipped :]),
@@ -251,7 +251,7 @@ class _Run:
         """Core's sampler; where it adds noise between steps, each frame has its own."""
         made = comfy.samplers.sampler_object(self.backbone.sampler)
         function = getattr(made, "sampler_function", None)
-        if function is None or "noise_sampler" not in function.__code__.co_varnames[: function.__code__.co_argcount]:
+        if function is None or "noise_sampler" not in inspect.signature(function).parameters:
             return made
         generators = self.job.generators()[self.skipped :]
         shape = self.job.content.shape[1:]
@@ -265,16 +265,14 @@ class _Run:
 
     def _content(self) -> Tensor:
         content, self.style = self.job.content, None
-        if not self.condition.pictures or self.injection.plain:
+        if not self.condition.style.pictures or self.injection.plain:
             return content
         height, width = (side * self.backbone.factor for side in content.shape[-2:])
-        pictures = [cover(p, height, width).to(self.backbone.device) for p in self.condition.pictures]
+        pictures = [cover(p, height, width).to(self.backbone.device) for p in self.condition.style.pictures]
         self.style = torch.cat([self.backbone.encode(p) for p in pictures])
-        return calibrate(content, TemporalContext(1), "start", self.injection.start_adain, self._moments(self.style))
-
-    def _moments(self, style: Tensor) -> Tensor:
-        shares = torch.tensor(self.condition.shares, device=style.device)[:, None, None]
-        return (frame_moments(style, 1)[:, 0] * shares).sum(0)
+        return calibrate(
+            content, TemporalContext(1), "start", self.injection.start_adain, pooled_moments(self.style, self.shares)
+        )
 
     @contextmanager
     def _patched(self) -> Iterator[Any]:
@@ -305,23 +303,17 @@ class _Run:
 
     def _network(self, executor: Callable, *args: Any, **kwargs: Any) -> Any:
         """The network's own call, after the session was shown the style and the source at this level of noise."""
-        if self.recording:
-            return executor(*args, **kwargs)
         options = args[5]
         sigma = options["sigmas"][:1]
         if self.style is not None and self.recorded != float(sigma):
-            self.recorded, self.recording = float(sigma), True
-            try:
-                self._record(executor, args, kwargs, sigma)
-            finally:
-                self.recording = False
+            self.recorded = float(sigma)
+            self._record(executor, args, kwargs, sigma)
         sigmas = options["sample_sigmas"]
         progress = float((sigmas.to(sigma) - sigma).abs().argmin()) / max(1, len(sigmas) - 2)
-        temporal = self.job.temporal(self.calls)
-        branch = "-".join(map(str, options.get("cond_or_uncond", [])))
-        temporal = replace(temporal, scope=f"{temporal.scope}{branch}.")
+        branches = tuple(map(str, options["cond_or_uncond"]))
+        temporal = replace(self.job.temporal(self.calls), branches=branches)
         if self.backbone.is_video:
-            temporal = replace(temporal, frames=1)
+            temporal = TemporalContext()
         with self.session.apply(min(1.0, progress), temporal):
             return executor(*args, **kwargs)
 
@@ -330,7 +322,7 @@ class _Run:
             places = range(-len(self.style), 0)
             noise = frame_noise(self.job.options.seed, places, tuple(self.style.shape[1:]))
             style = self.style[:, :, None] if self.backbone.is_video else self.style
-            with self.session.record_style(list(self.condition.shares)):
+            with self.session.record_style(self.shares):
                 self._evaluate(executor, args, kwargs, sigma, style, noise.reshape(style.shape))
         if self.session.wants_content:
             content, noise = (self._to_core(x[self.skipped :]) for x in (self.job.content, self.job.noise()))
@@ -365,19 +357,14 @@ class _Run:
 
     def _fused(self, clean: Tensor) -> Tensor:
         """A predicted clean batch after ST-Norm and the cross-fade with the window before."""
-        index, frames = self.calls, self._from_core(clean)
+        index, own = self.calls, self._from_core(clean)
         self.calls += 1
+        frames = torch.cat([own[: self.skipped], own])
         if not self.injection.plain and self.injection.latent_norm:
-            moments = None if self.style is None else self._moments(self._processed(self.style))
-            temporal = replace(self.job.temporal(index), frames=len(frames))
-            frames = calibrate(frames, temporal, "latent", self.injection.latent_norm, moments)
-        fused = self.job.fuse(index, torch.cat([frames[: self.skipped], frames]))[self.skipped :]
-        return clean if fused.equal(self._from_core(clean)) else self._to_core(fused).to(clean)
-
-
-def condition_matters(condition: ComfyCondition) -> bool:
-    """Whether there are words for guidance to work on."""
-    return bool(condition.prompts or condition.prompts.negative)
+            moments = None if self.style is None else pooled_moments(self._processed(self.style), self.shares)
+            frames = calibrate(frames, self.job.temporal(index), "latent", self.injection.latent_norm, moments)
+        fused = self.job.fuse(index, frames)[self.skipped :]
+        return clean if fused.equal(own) else self._to_core(fused).to(clean)
 
 
 def _unet_sites(network: torch.nn.Module) -> dict[tuple[str, int, int], Site]:

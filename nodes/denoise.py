@@ -85,6 +85,13 @@ class STNormDenoiser(io.ComfyNode):
                     optional=True,
                     tooltip="Frames denoised together; 0 is the model's own. Fewer take less memory.",
                 ),
+                io.String.Input(
+                    "knobs",
+                    default="",
+                    optional=True,
+                    tooltip="Of the preset, set otherwise: query=0.6, temperature=1.2, adain=key_value, sources=self+anchor+next, "
+                    "layers=0.2+1, norm=0, ...",
+                ),
             ],
             outputs=[io.Latent.Output(display_name="latent")],
             hidden=[io.Hidden.unique_id],
@@ -104,6 +111,7 @@ class STNormDenoiser(io.ComfyNode):
         denoise=0.0,
         inversion=False,
         window=0,
+        knobs="",
     ) -> io.NodeOutput:
         from ..veo_core.options import parse_options
         from ..veo_core.store import prune
@@ -111,6 +119,7 @@ class STNormDenoiser(io.ComfyNode):
         options = parse_options(
             preset,
             inversion,
+            knobs,
             steps=steps or None,
             guidance=guidance or None,
             strength=strength,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..veo_core.backbones import Backbone
     from ..veo_core.backbones.stable_diffusion.backbone import StableDiffusionBackbone
 
-BUNDLED, NONE = "veo-mini", "none"
+BUNDLED, NONE, AUTO = "veo-mini", "none", "auto"
 
 
 class LoadModel(io.ComfyNode):
@@ -46,10 +46,10 @@ class LoadModel(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "scheduler",
-                    options=["karras", "normal", "exponential", "sgm_uniform"],
-                    default="karras",
+                    options=[AUTO, "karras", "normal", "exponential", "sgm_uniform"],
+                    default=AUTO,
                     optional=True,
-                    tooltip="Spacing of the noise levels; ddim, euler_ancestral and lcm go with normal or sgm_uniform.",
+                    tooltip="Spacing of the noise levels; auto is what suits the sampler and the checkpoint.",
                 ),
                 io.String.Input(
                     "path",
@@ -63,12 +63,21 @@ class LoadModel(io.ComfyNode):
                     optional=True,
                     tooltip="Path of AnimateDiff motion modules for SD 1.5 (safetensors or a diffusers folder).",
                 ),
+                io.Combo.Input(
+                    "prediction",
+                    options=[AUTO, "epsilon", "v_prediction"],
+                    default=AUTO,
+                    optional=True,
+                    tooltip="What the checkpoint was trained to predict; auto goes by its marks. Burnt results mean the other.",
+                ),
             ],
             outputs=[VeoModel.Output(display_name="model")],
         )
 
     @classmethod
-    def execute(cls, model, sampler="dpmpp_2m", scheduler="karras", path="", motion_module="") -> io.NodeOutput:
+    def execute(
+        cls, model, sampler="dpmpp_2m", scheduler=AUTO, path="", motion_module="", prediction=AUTO
+    ) -> io.NodeOutput:
         import comfy.model_management as management
         import torch
 
@@ -84,7 +93,8 @@ class LoadModel(io.ComfyNode):
             cpu,
             torch.float16 if half else torch.float32,
             sampler=sampler,
-            scheduler=scheduler,
+            scheduler=None if scheduler == AUTO else scheduler,
+            prediction=None if prediction == AUTO else prediction,
             motion=Path(motion_module) if motion_module else None,
         )
         return io.NodeOutput(loaded(backbone))
@@ -189,7 +199,7 @@ class ModelFromComfy(io.ComfyNode):
             node_id="VeoStyleModelFromComfy",
             display_name="Model from ComfyUI (VeoStyle)",
             category=CATEGORY,
-            description="SD 1.5, SDXL, Wan or LTXV from ComfyUI's loaders, with the LoRA, ControlNet and patches on it.",
+            description="SD 1.5, SDXL, Wan or LTXV from ComfyUI's loaders, with the LoRA and patches on it.",
             inputs=[
                 io.Model.Input("model", tooltip="SD 1.5, SDXL, Wan 2.1, Wan 2.2 or LTXV; LoRA loaders go before this."),
                 io.Vae.Input("vae", tooltip="The VAE that belongs to the model."),
@@ -211,19 +221,26 @@ class ModelFromComfy(io.ComfyNode):
 
 
 def ancestry(prompt: dict, node_id: str) -> str:
-    """A hash of a node and all that it comes from in the queued graph: the same in another session."""
+    """A hash of a node and all that it comes from in the queued graph: the same in another session.
 
-    def described(node: str, above: tuple[str, ...]) -> object:
-        entry = prompt.get(node)
-        if entry is None or node in above:
-            return node
-        inputs = {
-            name: described(str(value[0]), (*above, node)) if isinstance(value, list) and len(value) == 2 else value
-            for name, value in sorted(entry["inputs"].items())
-        }
-        return [entry["class_type"], inputs]
+    Files are known by their names: another file under the same name is not told apart.
+    """
+    known: dict[str, str] = {}
 
-    return hashlib.sha256(json.dumps(described(node_id, ()), sort_keys=True, default=str).encode()).hexdigest()[:16]
+    def described(node: str) -> str:
+        if node not in known:
+            known[node] = node  # holds if a broken graph leads back here
+            entry = prompt[node]
+            inputs = {name: linked(value) for name, value in entry["inputs"].items()}
+            text = json.dumps([entry["class_type"], inputs], sort_keys=True, default=str)
+            known[node] = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return known[node]
+
+    def linked(value: object) -> object:
+        link = isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and value[0] in prompt
+        return [described(value[0]), value[1]] if link else value
+
+    return described(node_id) if node_id in prompt else node_id
 
 
 def adaptable(model: LoadedModel, what: str, instead: str) -> StableDiffusionBackbone:

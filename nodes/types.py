@@ -27,10 +27,10 @@ class LoadedModel:
     patchers: list[Any]
 
     def to_device(self, memory_required: int) -> None:
-        """Has ComfyUI put the networks on its device, beside whatever else is there."""
+        """Has ComfyUI put the networks on its device, beside whatever else is there; whole, as plain modules must be."""
         import comfy.model_management
 
-        comfy.model_management.load_models_gpu(self.patchers, memory_required=memory_required)
+        comfy.model_management.load_models_gpu(self.patchers, memory_required=memory_required, force_full_load=True)
 
     def with_backbone(self, backbone: Backbone, modules: Iterable[Any] = ()) -> LoadedModel:
         """The same networks under another backbone, with some more to move."""

@@ -133,7 +133,9 @@ def install(monkeypatch, root: Path) -> types.SimpleNamespace:
         get_torch_device=lambda: "cpu",
         unet_offload_device=lambda: "cpu",
         get_total_memory=lambda device: 8 << 30,
-        load_models_gpu=lambda models, memory_required=0: state.loaded.append((models, memory_required)),
+        load_models_gpu=lambda models, memory_required=0, force_full_load=False: state.loaded.append(
+            (models, memory_required)
+        ),
     )
     patcher = module("comfy.model_patcher", ModelPatcher=ModelPatcher)
     utils = module("comfy.utils", ProgressBar=ProgressBar)

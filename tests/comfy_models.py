@@ -239,10 +239,44 @@ def main():
         chained, _ = run(other, pictures, f"{name}-chained")
         held["their override is called"] = calls["override"] > 0
         held["their override changes nothing"] = bool(torch.equal(chained, styled))
+        if name in ("sd15", "wan"):
+            held["stochastic windows meet"] = stochastic(model, vae, clip, video, one_prompt, window, frames, name)
         report[name] = held
         print(name, f"{time.time() - begin:.1f} s", held, file=sys.stderr)
     report["errors"] = errors()
     print("REPORT " + json.dumps(report))
+
+
+def stochastic(model, vae, clip, video, style, window, frames, name):
+    """With a sampler that adds noise, a window's frames get the same noise as in one long window."""
+    from comfyui_veostyle.nodes import model as model_nodes
+    from comfyui_veostyle.nodes.comfy_backbone import ComfyBackbone
+    from comfyui_veostyle.veo_core.options import parse_options
+    from comfyui_veostyle.veo_core.sampling.noise import frame_generator
+
+    backbone = ComfyBackbone(model, vae, clip, "euler_ancestral", "normal", name)
+    engine = model_nodes.loaded(backbone).engine
+    if name == "wan":
+        # Frames of a video depend on each other; that our noise is drawn is what can be seen.
+        import comfyui_veostyle.veo_core.sampling.sampler as sampler
+
+        drawn = []
+        sampler.frame_generator = lambda *key: drawn.append(key) or frame_generator(*key)
+        try:
+            options = parse_options(steps=4, guidance=3.0, denoise=0.5, strength=0.0, **window)
+            engine.denoise(video, style, options, work / "stochastic").store.remove()
+        finally:
+            sampler.frame_generator = frame_generator
+        return len(drawn) > 0
+    results = []
+    for size, overlap in ((frames, 0), (8, 2)):
+        options = parse_options(steps=4, guidance=3.0, denoise=0.5, strength=0.0, window=size, overlap=overlap)
+        latents = engine.denoise(video, style, options, work / "stochastic")
+        results.append(latents.samples.clone())
+        latents.store.remove()
+    return bool((results[0] - results[1]).abs().max() < 1e-2 * results[0].abs().max()) or float(
+        (results[0] - results[1]).abs().max()
+    )
 
 
 def plain_is_core_s(engine, video, style, base, name, frames):

@@ -340,3 +340,16 @@ def test_a_window_s_first_frame_is_not_warped_from_the_anchor(engine, style, tmp
 def test_latent_from_elsewhere_is_refused():
     with pytest.raises(InputError, match="ST-Norm Denoiser"):
         latents_of({"samples": torch.zeros(1, 4, 8, 8)})
+
+
+def test_latents_of_another_model_are_not_decoded(engine, clip, style, tmp_path):
+    class Other:
+        name = "another model"
+
+        def __getattr__(self, name):
+            return getattr(engine.backbone, name)
+
+    latents = engine.denoise(clip, style, StylizeOptions(), tmp_path / "w")
+    with pytest.raises(InputError, match="made by veo-mini, and the model is another model"):
+        next(Stylizer(Other(), engine.flow).decode(latents))
+    latents.store.close()

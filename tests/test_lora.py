@@ -281,3 +281,26 @@ def test_missing_file_and_spoilt_metadata(tmp_path):
         read_adapters(folder)
     (folder / "adapter_config.json").write_text(json.dumps({"r": 4}))
     assert all(a.scale == 1 for a in read_adapters(folder).adapters.values())
+
+
+def test_lokr_of_equal_factors_is_no_loha(tmp_path):
+    made = tiny.parts()
+    layer = next(n for n, m in made.unet.named_modules() if n.endswith("attn1.to_q") and m.weight.shape == (64, 64))
+    key = "lora_unet_" + layer.replace(".", "_")
+    parts = {f"{key}.lokr_w{n}_{ab}": torch.randn(*shape) for n in "12" for ab, shape in (("a", (8, 2)), ("b", (2, 8)))}
+    save_file(parts | {f"{key}.alpha": torch.tensor(1.0)}, tmp_path / "k.safetensors")
+    adapter = read_adapters(tmp_path / "k.safetensors").adapters[key]
+    assert adapter.kind == "lokr"
+    assert adapter.scale == 0.5
+    expected = torch.kron(*(parts[f"{key}.lokr_w{n}_a"] @ parts[f"{key}.lokr_w{n}_b"] for n in "12")) * 0.5
+    assert torch.allclose(adapter.delta(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("alpha", [float("nan"), float("inf")])
+def test_alpha_that_is_no_number_is_told(alpha, tmp_path):
+    model = tiny.backbone()
+    file = load_file(kohya_file(tmp_path / "a.safetensors", model.unet, 0))
+    key = next(iter(file)).removesuffix(".lora_down.weight")
+    save_file(file | {f"{key}.alpha": torch.tensor(alpha)}, tmp_path / "b.safetensors")
+    with pytest.raises(ModelError, match="alpha"):
+        model.with_lora(tmp_path / "b.safetensors")

@@ -260,3 +260,17 @@ def test_a_node_s_ancestry_is_the_same_in_another_session(comfy):
     assert ancestry(graph, "2") == ancestry(renumbered, "9")
     other = json.loads(json.dumps(graph).replace('"a"', '"b"'))
     assert ancestry(other, "2") != ancestry(graph, "2")
+
+
+def test_ancestry_of_a_long_chain_is_quick_and_knows_the_slot(comfy):
+    from comfyui_veostyle.nodes.model import ancestry
+
+    graph = {"0": {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": "a"}}}
+    for i in range(1, 60):
+        graph[str(i)] = {"class_type": "LoraLoader", "inputs": {"model": [str(i - 1), 0], "clip": [str(i - 1), 1]}}
+    assert len(ancestry(graph, "59")) == 16
+    other = json.loads(json.dumps(graph))
+    other["5"]["inputs"]["model"] = ["4", 1]
+    assert ancestry(other, "59") != ancestry(graph, "59")
+    graph["1"]["inputs"]["model"] = ["59", 0]
+    ancestry(graph, "59")

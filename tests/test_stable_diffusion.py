@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from comfyui_veostyle.veo_core.options import StylizeOptions, parse_options
@@ -79,7 +81,7 @@ def plain_diffusers(model, options, style, content, monkeypatch):
     module = __import__(type(pipeline).__module__, fromlist=["randn_tensor"])
     monkeypatch.setattr(module, "randn_tensor", lambda *_, **__: noise)
     pipeline.set_progress_bar_config(disable=True)
-    positive, negative = embeddings[style.prompts.text], embeddings[style.prompts.negative]
+    positive, negative = (embeddings[text, ()] for text in (style.prompts.text, style.prompts.negative))
     extra = {}
     if positive.pooled is not None:
         extra = {
@@ -378,3 +380,180 @@ def test_animatediff_motion_modules(tmp_path):
     wide.save_pretrained(tmp_path / "wide")
     with pytest.raises(ModelError, match="wide does not fit"):
         load_backbone(checkpoint, torch.device("cpu"), motion=tmp_path / "wide")
+
+
+@pytest.mark.parametrize("text", ["a house", ""])
+def test_a_style_of_weight_0_is_no_style(text):
+    """Pictures of no weight: the same as without them, but for what holds frames together."""
+    model, options = tiny.backbone(), StylizeOptions(steps=6)
+    results = [
+        run(model, Style((picture(),), (1.0,), weight, words(text, "").prompts), 3, options)
+        for weight in (0.0, 0.5, 1.0)
+    ]
+    apart = options.model_copy(update={"injection": parse_options(knobs="norm=0,latent_norm=0").injection})
+    without = run(model, words(text or "@0  ", ""), 3, apart) if text else None
+    steps = [(results[i + 1] - results[i]).abs().mean() for i in (0, 1)]
+    assert max(steps) < 6 * min(steps)
+    if without is not None:
+        assert torch.allclose(results[0], without, atol=1e-4)
+
+
+def test_words_of_a_returning_scene_and_its_anchor():
+    """Scene 3 returns to scene 1: its anchor, frame 0, is asked for with scene 3's words."""
+    scenes = (Scene(0, 4, 0), Scene(4, 8, 4), Scene(8, 12, 0))
+    prompts = parse_prompts("a house\n@scene 3 night\n@0 day\n@10 dusk").checked(Survey(tuple(range(12)), 12, scenes))
+    texts = {t for t, scene in prompts.texts(Survey(tuple(range(12)), 12, scenes)) if scene == 2}
+    for frame in (0, 8, 9, 10, 11):
+        assert {t for t, _ in prompts.at(frame, 2)} <= texts
+    assert "a house, night, day" in texts
+
+
+def test_key_frames_by_number_and_by_time_are_two():
+    prompts = parse_prompts("@5 rain\n@5s sun")
+    assert len(prompts.keys) == 2
+    seen = prompts.checked(Survey(tuple(range(20)), 20, (Scene(0, 20, 0),)))
+    assert seen.keys == ((5, "sun"),)
+
+
+def test_a_lora_s_scenes_reach_the_text_encoder(tmp_path):
+    from safetensors.torch import save_file
+
+    model = tiny.backbone()
+    file = {}
+    for name, _ in model.text.models[0].named_modules():
+        if name.endswith("q_proj"):
+            key = "lora_te_text_model_" + name.removeprefix("text_model.").replace(".", "_")
+            file[f"{key}.lora_down.weight"], file[f"{key}.lora_up.weight"] = torch.randn(2, 64), torch.randn(64, 2)
+    save_file(file, tmp_path / "te.safetensors")
+    changed = model.with_lora(tmp_path / "te.safetensors", scenes="1, 0")
+    survey = Survey(tuple(range(4)), 4, (Scene(0, 2, 0), Scene(2, 4, 2)))
+    options = StylizeOptions().for_backbone(model)
+    plain, held = (m.condition(words(), options, survey) for m in (model, changed))
+    on, off = (held.at(f, scene, changed._text_strengths(scene)).tokens for f, scene in ((0, 0), (2, 1)))
+    assert torch.equal(off, plain.at(2, 1, ()).tokens)
+    assert not torch.allclose(on, off, atol=1e-3)
+
+
+def test_single_file_motion_modules(tmp_path):
+    """The names of AnimateDiff's own files; positions are not among diffusers' parameters."""
+    from comfyui_veostyle.veo_core.backbones.stable_diffusion.files import load_motion
+    from diffusers import MotionAdapter
+    from safetensors.torch import save_file
+
+    adapter = tiny._randomise(MotionAdapter(block_out_channels=(32, 32, 64, 64)), 3)
+    renamed = {
+        ".attn1.": ".attention_blocks.0.", ".attn2.": ".attention_blocks.1.", ".norm1.": ".norms.0.", ".norm2.": ".norms.1.",
+        ".norm3.": ".ff_norm.", ".pos_embed.": ".attention_blocks.0.pos_encoder.",
+    }  # fmt: skip
+    state = {}
+    for name, value in adapter.state_dict().items():
+        for ours, theirs in renamed.items():
+            name = name.replace(ours, theirs)
+        state[re.sub(r"(motion_modules\.\d+)\.", r"\1.temporal_transformer.", name)] = value.clone()
+    save_file(state, tmp_path / "mm.safetensors")
+    loaded = load_motion(tmp_path / "mm.safetensors", tiny.parts().unet)
+    reference = adapter.state_dict()
+    own = {k: v for k, v in loaded.state_dict().items() if "motion_modules" in k and not k.endswith(".pe")}
+    assert own
+    assert all(torch.equal(v, reference[k]) for k, v in own.items())
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"sampler": "heun", "scheduler": "normal"}, "heun' cannot do"),
+        ({"sampler": "dpmpp_2m", "scheduler": "karras"}, "karras' puts nearly all steps"),
+        ({"sampler": "ddim", "scheduler": "karras"}, "does not go with sampler = 'ddim'"),
+        ({"sampler": "x"}, "sampler = 'x' is unknown"),
+        ({"prediction": "sample"}, "prediction = 'sample' is unknown"),
+        ({"beta_schedule": "wild"}, "noise schedule cannot be used"),
+        ({"beta_start": "low"}, "noise schedule cannot be used"),
+        ({"prediction_type": "sample"}, "predicts 'sample'"),
+    ],
+)
+def test_noise_settings_that_do_not_go_together(settings, says, tmp_path):
+    import json
+
+    from comfyui_veostyle.veo_core.backbones import load_backbone
+    from comfyui_veostyle.veo_core.errors import VeoError
+
+    made = tiny.parts(prediction_type="v_prediction", rescale_betas_zero_snr=True)
+    folder = tiny.save_folder(made, tmp_path / "f")
+    config = folder / "scheduler" / "scheduler_config.json"
+    values = json.loads(config.read_text())
+    for name in ("beta_schedule", "beta_start", "prediction_type"):
+        values[name] = settings.pop(name, values[name])
+    config.write_text(json.dumps(values | {"use_karras_sigmas": True, "algorithm_type": "sde-dpmsolver++"}))
+    with pytest.raises(VeoError, match=says):
+        load_backbone(folder, torch.device("cpu"), **settings)
+
+
+def test_zero_terminal_snr_runs_and_a_folder_s_solver_settings_do_not_win(tmp_path):
+    model = tiny.backbone(
+        sampler="dpmpp_2m", scheduler=None, prediction_type="v_prediction", rescale_betas_zero_snr=True,
+        use_karras_sigmas=True, algorithm_type="sde-dpmsolver++",
+    )  # fmt: skip
+    assert model.scheduler == "sgm_uniform"
+    latents = run(model, words(), 2, StylizeOptions(steps=5, denoise=1.0))
+    assert latents.isfinite().all()
+    from comfyui_veostyle.veo_core.sampling.schedule import make_scheduler
+
+    made = make_scheduler(model.schedule_config, "dpmpp_2m", "normal")
+    assert not made.config.use_karras_sigmas
+    assert made.config.algorithm_type == "dpmsolver++"
+
+
+def test_too_many_steps_are_told():
+    from comfyui_veostyle.veo_core.errors import InputError
+
+    for sampler, steps in (("ddim", 1000), ("lcm", 120)):
+        with pytest.raises(InputError, match=f"steps = {steps}"):
+            run(tiny.backbone(sampler=sampler), words(), 1, StylizeOptions(steps=steps))
+
+
+def test_folders_that_are_damaged_or_of_another_kind(tmp_path):
+    import json
+
+    from comfyui_veostyle.veo_core.backbones import load_backbone
+    from comfyui_veostyle.veo_core.errors import ModelError
+
+    folder = tiny.save_folder(tiny.parts(), tmp_path / "f")
+    index = folder / "model_index.json"
+    whole = json.loads(index.read_text())
+    for broken in (
+        "[]",
+        "{",
+        json.dumps({"_class_name": None}),
+        json.dumps(whole | {"unet": ["diffusers", "SD3Transformer2DModel"]}),
+    ):
+        index.write_text(broken)
+        with pytest.raises(ModelError, match="no diffusers folder"):
+            load_backbone(folder, torch.device("cpu"))
+    index.write_text(json.dumps(whole))
+    (folder / "scheduler" / "scheduler_config.json").write_text("[]")
+    with pytest.raises(ModelError, match=r"prediction|noise|damaged"):
+        load_backbone(folder, torch.device("cpu"), sampler="ddim", scheduler="normal")
+    (folder / "unet" / "diffusion_pytorch_model.safetensors").unlink()
+    with pytest.raises(ModelError, match="holds no safetensors"):
+        load_backbone(folder, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("knobs", "says"),
+    [
+        ("colour=1", "colour=1' is unknown"),
+        ("query", "query' is unknown"),
+        ("query=2", "query"),
+        ("sources=self+moon", "sources"),
+    ],
+)
+def test_knobs_name_what_is_wrong(knobs, says):
+    from comfyui_veostyle.veo_core.errors import InputError
+
+    with pytest.raises(InputError, match=says):
+        parse_options(knobs=knobs)
+    good = parse_options(
+        "strong", knobs="query=0.6, adain=key_value, sources=self+anchor+next, layers=0.2+0.8"
+    ).injection
+    assert (good.query, good.adain, good.sources) == (0.6, "key_value", ("self", "anchor", "next"))
+    assert good.denoise == 0.7

@@ -47,3 +47,18 @@ def test_digest_follows_the_file(tmp_path):
     state["mapping.null"] += 1
     save_file(state, path)
     assert load(path).digest != first == load().digest
+
+
+def test_digest_tells_large_files_apart(tmp_path):
+    from comfyui_veostyle.veo_core.weights_file import digest
+
+    seen = set()
+    for i, change in enumerate((None, 0, 100 << 20, (100 << 20) + 7)):
+        path = tmp_path / f"{i}.safetensors"
+        with path.open("wb") as file:
+            file.truncate((100 << 20) + 8)
+            if change is not None:
+                file.seek(change)
+                file.write(b"x")
+        seen.add(digest(path))
+    assert len(seen) == 4

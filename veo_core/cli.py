@@ -127,9 +127,15 @@ def stylize(
     sampler: Sampler = None,
     scheduler: Scheduler = None,
     motion_module: MotionModule = None,
+    prediction: Annotated[
+        str | None, typer.Option(help="For checkpoints that do not tell: epsilon or v_prediction.")
+    ] = None,
     preset: Preset = "balanced",
     denoise: Denoise = None,
     inversion: Annotated[bool, typer.Option(help="For checkpoints: start from DDIM inversion of the source.")] = False,
+    knobs: Annotated[
+        str, typer.Option(help="Of the preset, set otherwise, such as query=0.6,adain=key_value,sources=self+anchor.")
+    ] = "",
     window: WindowSize = None,
     num_inference_steps: Steps = None,
     guidance_scale: Guidance = None,
@@ -174,6 +180,7 @@ def stylize(
     options = parse_options(
         preset,
         inversion,
+        knobs,
         steps=num_inference_steps,
         guidance=guidance_scale,
         strength=strength,
@@ -197,7 +204,9 @@ def stylize(
     output_dir = _folder(output_dir)
     path = output_dir / f"{video_path.stem}_{style_image[0].stem if style_image else 'text'}{output.suffix}"
     check_writable(path, output)
-    backbone, flow = _load(model, device, sampler=sampler, scheduler=scheduler, motion=motion_module)
+    backbone, flow = _load(
+        model, device, sampler=sampler, scheduler=scheduler, motion=motion_module, prediction=prediction
+    )
     backbone = _adapted(backbone, lora or [], ip_adapter, clip_vision, ip_blocks, allow_download)
     engine = Stylizer(backbone, flow)
     plan = engine.plan(clip, options, _bytes(memory_gb))

@@ -216,6 +216,9 @@ class Stylizer:
             Frames ``[n, 3, H, W]`` in 0..1 at the clip's size on the backbone's device.
         """
         store, total = latents.store, latents.survey.frames
+        maker = store.manifest["model"][0]
+        if maker != self.backbone.name:
+            raise InputError(f"latent was made by {maker}, and the model is {self.backbone.name}; give the same model")
         starts = {s.start for s in latents.survey.scenes}
         fusion = fusion or TemporalFusion()
         end = total if end is None else end

@@ -58,18 +58,32 @@ class StylizeOptions(BaseModel):
         return filled
 
 
-def parse_options(preset: str = "balanced", inversion: bool = False, **values: object) -> StylizeOptions:
+def parse_options(
+    preset: str = "balanced", inversion: bool = False, knobs: str = "", **values: object
+) -> StylizeOptions:
     """Options from loose values. Raises InputError that names the option, its value and what it may be.
 
     Args:
         preset: a name in PRESETS for how style enters a model that was not trained for it.
         inversion: whether it starts from DDIM inversion.
+        knobs: of that preset to set otherwise, ``query=0.6, adain=key_value, sources=self+anchor``.
     """
     if preset not in PRESETS:
         raise InputError(f"preset = {preset!r} is unknown; give {', '.join(PRESETS)}")
-    values.setdefault("injection", PRESETS[preset].model_copy(update={"inversion": inversion}))
+    values.setdefault("injection", PRESETS[preset].model_dump() | {"inversion": inversion} | _parse_knobs(knobs))
     try:
         return StylizeOptions(**values)
     except ValidationError as e:
         problems = [f"{'.'.join(map(str, p['loc']))} = {p['input']!r}: {p['msg'].lower()}" for p in e.errors()]
         raise InputError("; ".join(problems)) from e
+
+
+def _parse_knobs(text: str) -> dict[str, object]:
+    chosen: dict[str, object] = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, equals, value = (p.strip() for p in part.partition("="))
+        if not equals or name not in StyleInjection.model_fields:
+            known = ", ".join(StyleInjection.model_fields)
+            raise InputError(f"knob {part!r} is unknown; write name=value with a name of {known}")
+        chosen[name] = value.split("+") if "+" in value or name in ("sources", "layers", "steps", "blend") else value
+    return chosen

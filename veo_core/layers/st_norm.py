@@ -22,6 +22,7 @@ class TemporalContext:
             the first window of a scene, where the reference starts from the anchor's own moments.
         hand_over: index into the window (anchor not counted) whose reference the next window starts from.
         scope: prefix of the layer keys, one per denoising step and guidance branch.
+        branches: names of the ``b`` clips where a batch may hold some of them at a time; each has moments of its own.
         handed: filled by the layers with the moments at ``hand_over``; the next window's ``carry``.
     """
 
@@ -29,6 +30,7 @@ class TemporalContext:
     carry: dict[str, Tensor] = field(default_factory=dict)
     hand_over: int | None = None
     scope: str = ""
+    branches: tuple[str, ...] = ()
     handed: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -75,10 +77,14 @@ def carried_reference(moments: Tensor, context: TemporalContext, key: str, rate:
     """
     anchor, window = moments[:, :1], moments[:, 1:]
     key = context.scope + key
-    start = context.carry.get(key)
-    reference = temporal_reference(window, anchor[:, 0] if start is None else start, rate)
+    keys = [f"{key}.{branch}" for branch in context.branches] or [key]
+    # One key for the whole batch, or one for each branch.
+    own = [anchor[:, 0]] if not context.branches else anchor[:, 0].split(1)
+    start = torch.cat([context.carry.get(k, first) for k, first in zip(keys, own, strict=True)])
+    reference = temporal_reference(window, start, rate)
     if context.hand_over is not None:
-        context.handed[key] = reference[:, context.hand_over].detach()
+        left = reference[:, context.hand_over].detach()
+        context.handed |= dict(zip(keys, left.split(1) if context.branches else [left], strict=True))
     return torch.cat([anchor, reference], dim=1)
 
 

@@ -168,11 +168,15 @@ class StyleSession:
     def normalise(self, site: Site, h: Tensor) -> Tensor:
         """A norm's output ``[(b t), C, H, W]`` with ST-Norm applied to it."""
         if self._mode == "style":
-            weights = torch.tensor(self.shares, device=h.device)[:, None, None]
-            self._moments[site.key] = (frame_moments(h, 1)[:, 0] * weights).sum(0)
+            self._moments[site.key] = pooled_moments(h, self.shares)
         if self._mode != "apply":
             return h
         return calibrate(h, self._temporal, site.key, self.injection.norm, self._moments.get(site.key))
+
+
+def pooled_moments(h: Tensor, shares: list[float]) -> Tensor:
+    """Raw moments ``[2, C]`` of pictures' features ``[m, C, H, W]``, mixed by shares that sum to 1."""
+    return (frame_moments(h, 1)[:, 0] * torch.tensor(shares, device=h.device)[:, None, None]).sum(0)
 
 
 def _adain(x: Tensor, style: Tensor, eps: float = 1e-5) -> Tensor:

@@ -6,6 +6,7 @@ import json
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 
 from safetensors import safe_open
@@ -31,8 +32,8 @@ _ENDINGS: list[tuple[str, str]] = [
     (r"\.lora_magnitude_vector(?:\.default)?(?:\.weight)?", "magnitude"),
     (r"\.dora_scale", "dora_scale"),
     (r"\.alpha", "alpha"),
-    (r"\.hada_(w[12]_[ab]|t[12])(?:\.default)?", ""),
-    (r"\.lokr_(w[12](?:_[ab])?|t2)(?:\.default)?", ""),
+    (r"\.(hada_(?:w[12]_[ab]|t[12]))(?:\.default)?", ""),
+    (r"\.(lokr_(?:w[12](?:_[ab])?|t2))(?:\.default)?", ""),
 ]
 _PATTERNS = [(re.compile(f"(.+?){ending}$"), factor) for ending, factor in _ENDINGS]
 
@@ -60,17 +61,15 @@ class _Scaling:
     rank_stabilised: bool = False
     alpha: float | None = None
     rank: int | None = None
-    patterns: dict[str, dict[str, float]] = field(default_factory=dict)
+    patterns: dict[str, float] = field(default_factory=dict)
 
     def scale(self, layer: str, rank: int, alpha: Tensor | None) -> float:
-        if alpha is not None:
-            value = float(alpha)
-        else:
-            value = next(
-                (v for k, v in self.patterns.get("alpha_pattern", {}).items() if layer.endswith(k)), self.alpha
-            )
+        value = next((v for k, v in self.patterns.items() if layer.endswith(k)), self.alpha)
+        value = float(alpha) if alpha is not None else value
         if value is None:
             return 1.0
+        if not isfinite(value) or rank < 1:
+            raise ModelError(f"{layer} has alpha {value} and rank {rank}; export the LoRA again")
         return value / (rank**0.5 if self.rank_stabilised else rank)
 
 
@@ -91,10 +90,11 @@ def read_adapters(path: Path) -> AdapterFile:
             unread.append(name)
         else:
             grouped[layer][factor] = tensor
-    scaling = _scaling(path, folder)
+    scalings = _scalings(path, folder)
     adapters = {}
     for layer, tensors in grouped.items():
-        made = _adapter(layer, {k: v if k == "alpha" else v.float() for k, v in tensors.items()}, scaling)
+        scaling = scalings[next((p for p in reversed(_PARTS) if layer.startswith(f"{p}.")), "")]
+        made = _adapter(layer, {k: v.float() for k, v in tensors.items()}, scaling)
         if made is None:
             unread += [f"{layer} ({', '.join(sorted(tensors))})"]
         else:
@@ -129,29 +129,26 @@ def _adapter(layer: str, tensors: dict[str, Tensor], scaling: _Scaling) -> Adapt
     elif (scale := tensors.pop("dora_scale", None)) is not None:
         # LyCORIS: one an output as [out, 1], or one an input as [1, in].
         magnitude = scale.reshape(1, -1) if scale.shape[0] == 1 else scale.flatten()
-    names = set(tensors)
-    if {"down", "up"} <= names:
-        kind, rank = "lora", tensors["down"].shape[0]
-    elif {"w1_a", "w1_b", "w2_a", "w2_b"} <= names and not _is_kronecker(tensors):
-        kind, rank = "loha", tensors["w1_b"].shape[0]
-    elif ("w1" in names or {"w1_a", "w1_b"} <= names) and ("w2" in names or {"w2_a", "w2_b"} <= names):
-        kind = "lokr"
-        factored = tensors.get("w1_b", tensors.get("w2_b"))
-        # Both factors whole: LyCORIS leaves alpha out of account.
-        if factored is None:
-            return Adapter(kind, tensors, scaling.scale(layer, scaling.rank, None) if scaling.rank else 1.0, magnitude)
-        rank = factored.shape[0]
-    else:
-        return None
-    return Adapter(kind, tensors, scaling.scale(layer, rank, alpha), magnitude)
+    kind = next((kind for kind in ("hada", "lokr") if any(name.startswith(kind) for name in tensors)), "")
+    factors = {name.removeprefix(f"{kind}_"): v for name, v in tensors.items()}
+    names, pairs = set(factors), ({"w1_a", "w1_b"}, {"w2_a", "w2_b"})
+    if not kind and {"down", "up"} <= names:
+        return Adapter("lora", factors, scaling.scale(layer, factors["down"].shape[0], alpha), magnitude)
+    if kind == "hada" and pairs[0] | pairs[1] <= names:
+        return Adapter("loha", factors, scaling.scale(layer, factors["w1_b"].shape[0], alpha), magnitude)
+    if kind == "lokr" and all(f"w{n}" in names or pair <= names for n, pair in zip("12", pairs, strict=True)):
+        factored = factors.get("w1_b", factors.get("w2_b"))
+        # Both factors whole: LyCORIS leaves alpha out of account, PEFT goes by its configuration.
+        rank, alpha = (scaling.rank, None) if factored is None else (factored.shape[0], alpha)
+        return Adapter("lokr", factors, scaling.scale(layer, rank, alpha) if rank else 1.0, magnitude)
+    return None
 
 
-def _is_kronecker(tensors: dict[str, Tensor]) -> bool:
-    return tensors["w1_a"].shape[0] != tensors["w2_a"].shape[0] and "t1" not in tensors
+_PARTS = ("unet", "text_encoder", "text_encoder_2")
 
 
-def _scaling(path: Path, folder: Path | None) -> _Scaling:
-    """From PEFT's adapter_config.json, diffusers' metadata, or that of kohya's scripts with LyCORIS."""
+def _scalings(path: Path, folder: Path | None) -> dict[str, _Scaling]:
+    """By part: from PEFT's adapter_config.json, diffusers' metadata, or that of kohya's scripts with LyCORIS."""
     with safe_open(path, "pt") as file:
         metadata = file.metadata() or {}
     try:
@@ -159,11 +156,24 @@ def _scaling(path: Path, folder: Path | None) -> _Scaling:
             config = json.loads((folder / "adapter_config.json").read_text())
         else:
             config = json.loads(metadata.get("lora_adapter_metadata", "{}"))
-        config = {k.removeprefix("unet.").removeprefix("transformer."): v for k, v in config.items()}
         arguments = json.loads(metadata.get("ss_network_args", "{}"))
-    except (OSError, ValueError, AttributeError) as e:
+        stabilised = str(arguments.get("rs_lora", "")).lower() == "true"
+        whole = {k: v for k, v in config.items() if "." not in k}
+        out = {"": _part_scaling(whole, stabilised)}
+        for part in _PARTS:
+            own = {k.removeprefix(f"{part}."): v for k, v in config.items() if k.startswith(f"{part}.")}
+            out[part] = _part_scaling(own or whole, stabilised)
+    except (OSError, ValueError, TypeError, AttributeError) as e:
         raise ModelError(f"{folder or path}: its metadata cannot be read ({e}); export the LoRA again") from e
-    stabilised = config.get("use_rslora", False) or str(arguments.get("rs_lora", "")).lower() == "true"
-    patterns = {"alpha_pattern": config.get("alpha_pattern") or {}}
-    alpha = config.get("lora_alpha", config.get("alpha"))
-    return _Scaling(bool(stabilised), alpha, config.get("r"), patterns)
+    return out
+
+
+def _part_scaling(config: dict, stabilised: bool) -> _Scaling:
+    alpha, rank = config.get("lora_alpha", config.get("alpha")), config.get("r")
+    patterns = {k: float(v) for k, v in (config.get("alpha_pattern") or {}).items()}
+    return _Scaling(
+        bool(config.get("use_rslora")) or stabilised,
+        None if alpha is None else float(alpha),
+        None if rank is None else int(rank),
+        patterns,
+    )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from math import isfinite
 from pathlib import Path
 
 from torch import nn
@@ -37,8 +38,11 @@ class LoRA:
 
     def at(self, progress: float, scene: int) -> float:
         """The strength at a place along the steps in 0..1, in a scene counted from 0."""
-        factor = self.scenes[min(scene, len(self.scenes) - 1)] if self.scenes else 1.0
-        return self.strength * factor * _interpolated(self.steps, progress)
+        return self.in_scene(scene) * _interpolated(self.steps, progress)
+
+    def in_scene(self, scene: int) -> float:
+        """The strength in a scene, steps apart."""
+        return self.strength * (self.scenes[min(scene, len(self.scenes) - 1)] if self.scenes else 1.0)
 
     @property
     def digest(self) -> str:
@@ -163,7 +167,7 @@ def likely_base(file: AdapterFile) -> str:
 def _parse_steps(text: str) -> tuple[tuple[float, float], ...]:
     try:
         points = tuple(sorted(tuple(map(float, p.split(":"))) for p in text.split(",") if p.strip()))
-        if any(len(p) != 2 or not 0 <= p[0] <= 1 for p in points):
+        if any(len(p) != 2 or not 0 <= p[0] <= 1 or not isfinite(p[1]) for p in points):
             raise ValueError
     except ValueError as e:
         raise InputError(f"LoRA steps = {text!r}: give points from 0 to 1 with factors, such as 0:1, 0.5:0.2") from e
@@ -172,9 +176,12 @@ def _parse_steps(text: str) -> tuple[tuple[float, float], ...]:
 
 def _parse_scenes(text: str) -> tuple[float, ...]:
     try:
-        return tuple(float(v) for v in text.split(",") if v.strip())
+        factors = tuple(float(v) for v in text.split(",") if v.strip())
+        if not all(map(isfinite, factors)):
+            raise ValueError
     except ValueError as e:
         raise InputError(f"LoRA scenes = {text!r}: give a factor for each scene, such as 1, 0.5") from e
+    return factors
 
 
 class Strengths:

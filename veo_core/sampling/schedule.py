@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..errors import InputError, ModelError
 
 if TYPE_CHECKING:
     from diffusers import SchedulerMixin
@@ -91,7 +91,12 @@ class DiffusionSchedule:
         self._generators = {} if generators is None else {"generator": generators}
         if "generator" not in inspect.signature(self.scheduler.step).parameters:
             self._generators = {}
-        self.scheduler.set_timesteps(steps, device=device)
+        if steps > MAX_STEPS:
+            raise InputError(f"steps = {steps} is too many for {sampler}; give at most {MAX_STEPS}")
+        try:
+            self.scheduler.set_timesteps(steps, device=device)
+        except ValueError as e:
+            raise InputError(f"steps = {steps} does not go with {sampler} ({e}); give fewer") from e
         done = min(max(1, int(steps * denoise)), steps)
         self._begin = (steps - done) * self.scheduler.order
         self.scheduler.set_begin_index(self._begin) if hasattr(self.scheduler, "set_begin_index") else None
@@ -143,13 +148,36 @@ class DiffusionSchedule:
         return self.scheduler.step(output, self.timesteps[index], x, return_dict=False, **self._generators)[0]
 
 
+PREDICTIONS = ("epsilon", "v_prediction")
+# What a checkpoint says of its noise; how steps are spaced and solved is the sampler's and the user's.
+_OF_THE_MODEL = (
+    "num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas", "prediction_type",
+    "rescale_betas_zero_snr", "set_alpha_to_one", "steps_offset", "timestep_spacing", "clip_sample",
+)  # fmt: skip
+MAX_STEPS = 500
+
+
+def default_spacing(config: dict[str, object], sampler: str) -> str:
+    """The spacing that suits a sampler and a checkpoint."""
+    if config.get("rescale_betas_zero_snr"):
+        return "sgm_uniform"
+    return "karras" if sampler in ("dpmpp_2m", "dpmpp_2m_sde", "euler", "heun", "uni_pc") else "normal"
+
+
 def make_scheduler(config: dict[str, object], sampler: str, spacing: str) -> SchedulerMixin:
-    """diffusers' scheduler of these names. Raises InputError for an unknown one, or a spacing that it cannot do."""
+    """diffusers' scheduler of these names.
+
+    Raises:
+        InputError: an unknown name, or what does not go together.
+        ModelError: a checkpoint's noise schedule that cannot be used.
+    """
     import diffusers
 
     for what, name, known in (("sampler", sampler, SAMPLERS), ("scheduler", spacing, SPACINGS)):
         if name not in known:
             raise InputError(f"{what} = {name!r} is unknown; give {', '.join(known)}")
+    if (predicted := config.get("prediction_type", "epsilon")) not in PREDICTIONS:
+        raise ModelError(f"the checkpoint predicts {predicted!r}, which is not known; {' and '.join(PREDICTIONS)} are")
     name, settings = SAMPLERS[sampler]
     kind = getattr(diffusers, name)
     settings = settings | SPACINGS[spacing]
@@ -158,4 +186,17 @@ def make_scheduler(config: dict[str, object], sampler: str, spacing: str) -> Sch
         raise InputError(
             f"scheduler = {spacing!r} does not go with sampler = {sampler!r} ({refused[0]}); give 'normal'"
         )
-    return kind.from_config({k: v for k, v in config.items() if k in taken} | settings)
+    if config.get("rescale_betas_zero_snr"):
+        if "rescale_betas_zero_snr" not in taken:
+            raise InputError(f"sampler = {sampler!r} cannot do the checkpoint's zero-terminal-SNR noise; give 'euler'")
+        if spacing in ("karras", "exponential"):
+            raise InputError(
+                f"scheduler = {spacing!r} puts nearly all steps at pure noise with the checkpoint's zero-terminal-SNR noise; "
+                "give 'sgm_uniform' or 'normal'"
+            )
+    try:
+        return kind.from_config({k: config[k] for k in _OF_THE_MODEL if k in taken and k in config} | settings)
+    except (TypeError, ValueError, NotImplementedError) as e:
+        raise ModelError(
+            f"the checkpoint's noise schedule cannot be used ({e}); download its scheduler_config.json again"
+        ) from e

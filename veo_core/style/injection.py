@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+if TYPE_CHECKING:
+    from .encoder import Style
+
 Preset = Literal["faithful", "balanced", "strong"]
 Source = Literal["self", "previous", "anchor", "next"]
+
+
+_SHARES = ("attention", "norm", "latent_norm", "start_adain")
 
 
 class StyleInjection(BaseModel):
@@ -53,11 +59,19 @@ class StyleInjection(BaseModel):
     start_adain: float = Field(0.8, ge=0, le=1)
     inversion: bool = False
 
-    def scaled(self, strength: float) -> StyleInjection:
-        """The same with every share of the style multiplied; at 0 nothing of it is left, sources among frames neither."""
-        shares = ("attention", "norm", "latent_norm", "start_adain")
-        scaled = {name: getattr(self, name) * strength for name in shares}
-        return self.model_copy(update=scaled if strength else scaled | {"sources": ("self",)})
+    def for_style(self, style: Style, strength: float) -> StyleInjection:
+        """The same with every share multiplied by the run's strength and the style's weight, up to 1 in all.
+
+        At strength 0 nothing is left, sources among frames neither: the plain model. Without pictures what only they feed
+        is off, and ST-Norm holds frames to the clip's own moments.
+        """
+        if strength == 0:
+            return self.model_copy(update=dict.fromkeys(_SHARES, 0.0) | {"sources": ("self",)})
+        amount = min(1.0, strength * style.weight) if style.pictures else strength
+        scaled = {name: getattr(self, name) * amount for name in _SHARES}
+        if not style.pictures:
+            scaled |= {"attention": 0.0, "start_adain": 0.0}
+        return self.model_copy(update=scaled)
 
     @property
     def plain(self) -> bool:

@@ -47,7 +47,8 @@ class Prompts:
                     f"{float(survey.duration):.2f} s; give a place inside it"
                 )
             keys.append((frame, words))
-        return Prompts(self.text, self.scenes, tuple(sorted(keys)), self.negative)
+        # Of two at one frame the later line holds.
+        return Prompts(self.text, self.scenes, tuple(sorted(dict(keys).items())), self.negative)
 
     def at(self, frame: int, scene: int) -> list[tuple[str, float]]:
         """The texts that hold at a frame, with shares that sum to 1.
@@ -57,6 +58,15 @@ class Prompts:
         """
         base = [self.text, *(words for n, words in self.scenes if n == scene + 1)]
         return [(", ".join(filter(None, [*base, words])), share) for words, share in self._between(frame)]
+
+    def texts(self, survey: Survey) -> list[tuple[str, int]]:
+        """Every text that occurs in a clip with its scene, the negative and the empty one included, in a fixed order."""
+        found = set()
+        for index, scene in enumerate(survey.scenes):
+            frames = (scene.anchor, *range(scene.start, scene.end)) if self.keys else (scene.start,)
+            found |= {(text, index) for frame in frames for text, _ in self.at(frame, index)}
+            found |= {("", index), (self.negative, index)}
+        return sorted(found)
 
     def _between(self, frame: int) -> list[tuple[str, float]]:
         if not self.keys:
@@ -103,7 +113,7 @@ def parse_prompts(text: str, negative: str = "") -> Prompts:
     """
     if len(text) + len(negative) > MAX_LENGTH:
         raise InputError(f"prompt of {len(text) + len(negative):,} characters is too long; {MAX_LENGTH:,} are read")
-    common, scenes, keys = [], {}, {}
+    common, scenes, keys = [], {}, []
     for line in filter(None, map(str.strip, text.splitlines())):
         if not line.startswith("@"):
             common.append(line)
@@ -114,8 +124,8 @@ def parse_prompts(text: str, negative: str = "") -> Prompts:
         if mark[1]:
             scenes[int(mark[2])] = mark[6]
         else:
-            keys[Fraction(mark[4]) if mark[5] else int(mark[4])] = mark[6]
-    return Prompts(" ".join(common), tuple(sorted(scenes.items())), tuple(keys.items()), negative.strip())
+            keys.append((Fraction(mark[4]) if mark[5] else int(mark[4]), mark[6]))
+    return Prompts(" ".join(common), tuple(sorted(scenes.items())), tuple(keys), negative.strip())
 
 
 _WEIGHTED = re.compile(r"\\[()]|\(|:\s*([+-]?\d*\.?\d+)\s*\)|\)|[^\\():]+|[:\\]")

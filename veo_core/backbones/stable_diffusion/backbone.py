@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -12,17 +12,16 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from ...errors import ModelError
-from ...layers.st_norm import TemporalContext, calibrate, frame_moments
-from ...layers.style_session import StyleSession
+from ...errors import InputError, ModelError
+from ...layers.st_norm import TemporalContext, calibrate
+from ...layers.style_session import StyleSession, pooled_moments
 from ...lora.injector import LoRA, injected, load_lora
 from ...options import StylizeOptions
 from ...sampling.inversion import invert
 from ...sampling.noise import frame_noise
 from ...sampling.sampler import WindowJob
-from ...sampling.schedule import DiffusionSchedule, make_scheduler
+from ...sampling.schedule import PREDICTIONS, DiffusionSchedule, default_spacing, make_scheduler
 from ...style.encoder import Style, cover
-from ...style.injection import StyleInjection
 from ...style.prompts import Prompts
 from ...video.scenes import Survey
 from ...weights_file import digest
@@ -38,27 +37,25 @@ class DiffusionCondition:
     """A style as read for one run.
 
     Attributes:
-        pictures: ``[3, H, W]`` in 0..1 each. shares: how much each counts, sum 1. weight: of them all.
-        prompts: words by frame. embeddings: each text that occurs, encoded once.
+        style: pictures and their weights. prompts: words by frame.
+        embeddings: each text that occurs, by the strengths of the adapters in its scene, encoded once.
         image: the pictures' tokens where an IP-Adapter gives them. no_image: those of no picture.
     """
 
-    pictures: tuple[Tensor, ...]
-    shares: tuple[float, ...]
-    weight: float
+    style: Style
     prompts: Prompts
-    embeddings: dict[str, TextEmbedding] = field(default_factory=dict)
+    embeddings: dict[tuple[str, tuple[float, ...]], TextEmbedding]
     image: Tensor | None = None
     no_image: Tensor | None = None
 
-    def at(self, frame: int, scene: int) -> TextEmbedding:
+    def at(self, frame: int, scene: int, strengths: tuple[float, ...]) -> TextEmbedding:
         """The words that hold at a frame, and the pictures."""
-        words = TextEmbedding.mix([(self.embeddings[text], w) for text, w in self.prompts.at(frame, scene)])
-        return replace(words, image=self.image)
+        parts = [(self.embeddings[text, strengths], share) for text, share in self.prompts.at(frame, scene)]
+        return replace(TextEmbedding.mix(parts), image=self.image)
 
-    def without(self, text: str) -> TextEmbedding:
+    def without(self, text: str, strengths: tuple[float, ...]) -> TextEmbedding:
         """Words alone, no picture."""
-        return replace(self.embeddings[text], image=self.no_image)
+        return replace(self.embeddings[text, strengths], image=self.no_image)
 
 
 class StableDiffusionBackbone:
@@ -69,21 +66,22 @@ class StableDiffusionBackbone:
 
     Args:
         parts: the networks. digest: of the weights.
-        sampler, scheduler: names in :mod:`...sampling.schedule`.
+        sampler, scheduler: names in :mod:`...sampling.schedule`; None is what suits the sampler and the checkpoint.
     """
 
     channels = 4
     time_factor = 1
     managed = False
 
-    def __init__(self, parts: Parts, digest: str, sampler: str = "dpmpp_2m", scheduler: str = "karras"):
+    def __init__(self, parts: Parts, digest: str, sampler: str = "dpmpp_2m", scheduler: str | None = None):
         self.name = NAMES[parts.architecture]
         self.unet, self.vae = parts.unet, parts.vae
         self.text = TextEncoders(parts.text, skip=int(parts.architecture == "sdxl"))
         self.module = nn.ModuleList([self.unet, self.vae, self.text]).eval().requires_grad_(False)
+        scheduler = scheduler or default_spacing(parts.scheduler, sampler)
         self.sampler, self.scheduler, self.schedule_config = sampler, scheduler, parts.scheduler
         make_scheduler(parts.scheduler, sampler, scheduler)
-        self.digest = f"{digest}-{sampler}-{scheduler}"
+        self.digest = f"{digest}-{sampler}-{scheduler}-{sorted(parts.scheduler.items())}"
         self.loras: tuple[LoRA, ...] = ()
         self.ip_adapter: IPAdapter | None = None
         self.factor = 2 ** (len(self.vae.config.block_out_channels) - 1)
@@ -140,24 +138,36 @@ class StableDiffusionBackbone:
         return self.vae.decode((latents / self.vae.config.scaling_factor).to(self.vae.dtype)).sample.float() / 2 + 0.5
 
     def condition(self, style: Style, options: StylizeOptions, survey: Survey) -> DiffusionCondition:
+        if self._moves and options.window + 1 > (room := self.unet.config.motion_max_seq_length):
+            raise InputError(f"window = {options.window} is too long for these motion modules; give at most {room - 1}")
         prompts = style.prompts.checked(survey)
-        texts = {"", prompts.negative}
-        for scene_index, scene in enumerate(survey.scenes):
-            texts |= {text for frame in range(scene.start, scene.end) for text, _ in prompts.at(frame, scene_index)}
+        embeddings: dict[tuple[str, tuple[float, ...]], TextEmbedding] = {}
         with ExitStack() as stack:
-            for i, model in enumerate(self.text.models):
+            held = [
                 stack.enter_context(injected(model, f"text {i + 1}", self.loras))
-            embeddings = {text: self.text.encode(text) for text in sorted(texts)}
+                for i, model in enumerate(self.text.models)
+            ]
+            for text, scene in prompts.texts(survey):
+                factors = self._text_strengths(scene)
+                for strengths in held:
+                    strengths.values = list(factors)
+                if (text, factors) not in embeddings:
+                    embeddings[text, factors] = self.text.encode(text)
         image = no_image = None
         if self.ip_adapter is not None and style.pictures:
             image, no_image = self.ip_adapter.tokens(list(style.pictures), list(style.weights))
-        return DiffusionCondition(style.pictures, style.weights, style.weight, prompts, embeddings, image, no_image)
+        return DiffusionCondition(style, prompts, embeddings, image, no_image)
+
+    def _text_strengths(self, scene: int) -> tuple[float, ...]:
+        """Strengths of the adapters in the text encoders: a scene's own; steps are the UNet's."""
+        return tuple(lora.in_scene(scene) for lora in self.loras)
 
     def sample(self, condition: DiffusionCondition, job: WindowJob) -> Tensor:
         return _Run(self, condition, job).latents()
 
     def rehearse(self, x: Tensor, options: StylizeOptions) -> Tensor:
-        injection = options.injection.scaled(options.strength)
+        picture = Style((torch.zeros(3, 8, 8),), (1.0,))
+        injection = options.injection.for_style(picture, options.strength)
         session, temporal = StyleSession(injection), TemporalContext(len(x))
         width = self.unet.config.cross_attention_dim
         pooled = None if self.text.skip == 0 else x.new_empty(1, self._pooled_width)
@@ -195,17 +205,15 @@ class StableDiffusionBackbone:
             frames: entries of the batch that are one clip, for motion modules.
             pictures: given the tokens of the texts' pictures.
         """
+        words = TextEmbedding.batch(text)
         if pictures is not None:
-            pictures.batch = None if text[0].image is None else torch.cat([t.image for t in text])
-        longest = max(t.tokens.shape[1] for t in text)
-        tokens = torch.cat([t.tokens.repeat(1, -(-longest // t.tokens.shape[1]), 1)[:, :longest] for t in text])
+            pictures.batch = words.image
         extra = {}
-        if text[0].pooled is not None:
+        if words.pooled is not None:
             height, width = (side * self.factor for side in x.shape[-2:])
             ids = torch.tensor([[height, width, 0, 0, height, width]], device=x.device).repeat(len(x), 1)
-            pooled = torch.cat([t.pooled for t in text])
-            extra = {"added_cond_kwargs": {"text_embeds": pooled, "time_ids": ids.to(pooled.dtype)}}
-        kept, x, tokens = x.dtype, x.to(self.unet.dtype), tokens.to(self.unet.dtype)
+            extra = {"added_cond_kwargs": {"text_embeds": words.pooled, "time_ids": ids.to(words.pooled.dtype)}}
+        kept, x, tokens = x.dtype, x.to(self.unet.dtype), words.tokens.to(self.unet.dtype)
         if not self._moves:
             return self.unet(x, timestep, encoder_hidden_states=tokens, return_dict=False, **extra)[0].to(kept)
         clips = rearrange(x, "(b t) c h w -> b c t h w", t=frames)
@@ -218,14 +226,15 @@ class _Run:
 
     def __init__(self, model: StableDiffusionBackbone, condition: DiffusionCondition, job: WindowJob):
         self.model, self.condition, self.job = model, condition, job
-        self.injection = self._injection(job.options)
+        self.injection = job.options.injection.for_style(condition.style, job.options.strength)
         self.session = StyleSession(self.injection)
-        self.frames = len(job.content)
-        self.empty = condition.without("")
-        self.words = [condition.at(f, job.scene) for f in job.frames]
-        self.guided = job.options.guidance > 1 and bool(
-            condition.prompts or condition.prompts.negative or condition.image is not None
-        )
+        self.frames, self.shares = len(job.content), list(condition.style.weights)
+        strengths = model._text_strengths(job.scene)
+        self.empty = condition.without("", strengths)
+        self.negative = condition.without(condition.prompts.negative, strengths)
+        self.words = [condition.at(f, job.scene, strengths) for f in job.frames]
+        worded = bool(condition.prompts or condition.prompts.negative)
+        self.guided = job.options.guidance > 1 and (worded or condition.image is not None)
         self.schedule = self._schedule()
 
     def _schedule(self) -> DiffusionSchedule:
@@ -240,25 +249,19 @@ class _Run:
             self.job.generators(),
         )
 
-    def _injection(self, options: StylizeOptions) -> StyleInjection:
-        injection = options.injection.scaled(options.strength)
-        if not self.condition.pictures:
-            return injection.model_copy(update={"attention": 0.0, "start_adain": 0.0})
-        weight = min(1.0, self.condition.weight)
-        return injection.model_copy(update={"attention": injection.attention * weight})
-
     @torch.no_grad()
     def latents(self) -> Tensor:
         job, schedule = self.job, self.schedule
         plain, loras = self.injection.plain, self.model.loras
-        self.style = None if plain or not self.condition.pictures else self._style_latents()
+        self.style = None if plain or not self.condition.style.pictures else self._style_latents()
         sites = nullcontext() if plain else connected(self.model.unet, self.session)
-        scale = job.options.strength * self.condition.weight
+        scale = job.options.strength * self.condition.style.weight
         with (
             sites,
             injected(self.model.unet, "unet", loras) as strengths,
             pictured(self.model.unet, self.model.ip_adapter, scale) as self.pictures,
         ):
+            strengths.values = [lora.at(0.0, job.scene) for lora in loras]
             x = self._start()
             for index in range(len(schedule)):
                 job.before_step(index)
@@ -274,14 +277,14 @@ class _Run:
         """``[m, 4, h, w]``: the style pictures, cut to the frames' shape."""
         height, width = (side * self.model.factor for side in self.job.content.shape[-2:])
         return torch.cat(
-            [self.model.encode(cover(p, height, width).to(self.model.device)) for p in self.condition.pictures]
+            [self.model.encode(cover(p, height, width).to(self.model.device)) for p in self.condition.style.pictures]
         )
 
     def _start(self) -> Tensor:
         """Latents before the first step, and where asked for the way back to them."""
         content, self.trails = self.job.content, {}
         if self.style is not None and self.injection.start_adain:
-            moments = self._style_moments()
+            moments = pooled_moments(self.style, self.shares)
             content = calibrate(content, TemporalContext(1), "start", self.injection.start_adain, moments)
         if not self.injection.inversion or self.injection.plain:
             return self.schedule.start(content, self.job.noise())
@@ -303,14 +306,10 @@ class _Run:
 
         return invert(clean, levels, noise_of)
 
-    def _style_moments(self) -> Tensor:
-        shares = torch.tensor(self.condition.shares, device=self.style.device)[:, None, None]
-        return (frame_moments(self.style, 1)[:, 0] * shares).sum(0)
-
     def _record(self, index: int) -> None:
         """Shows the session the style pictures, and the source frames, at this step's level of noise."""
         if self.style is not None and self.session.wants_style:
-            with self.session.record_style(list(self.condition.shares)):
+            with self.session.record_style(self.shares):
                 x = self._noised("style", self.style, index, range(-len(self.style), 0))
                 self._evaluate(x, index, [self.empty] * len(x))
         if self.style is not None and self.session.wants_content:
@@ -338,7 +337,7 @@ class _Run:
         temporal = job.temporal(index)
         text = list(self.words)
         if self.guided:
-            text = [self.condition.without(self.condition.prompts.negative)] * self.frames + text
+            text = [self.negative] * self.frames + text
         batch = torch.cat([model_input] * (len(text) // self.frames))
         with nullcontext() if self.injection.plain else self.session.apply(self._progress(index), temporal):
             output = self._evaluate(batch, index, text, frames=self.frames)
@@ -355,7 +354,7 @@ class _Run:
         job, schedule = self.job, self.schedule
         clean = before = schedule.clean(index, model_input, output)
         if self.injection.latent_norm and not self.injection.plain:
-            moments = None if self.style is None else self._style_moments()
+            moments = None if self.style is None else pooled_moments(self.style, self.shares)
             clean = calibrate(clean, job.temporal(index), "latent", self.injection.latent_norm, moments)
         clean = job.fuse(index, clean)
         return output if clean is before else schedule.output(index, model_input, clean)
@@ -365,23 +364,30 @@ def load(
     path: Path,
     device: torch.device,
     sampler: str = "dpmpp_2m",
-    scheduler: str = "karras",
+    scheduler: str | None = None,
     motion: Path | None = None,
+    prediction: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> StableDiffusionBackbone:
     """Loads a checkpoint.
 
     Args:
         path: a safetensors file or a diffusers folder. motion: AnimateDiff's motion modules, SD 1.5 only.
+        prediction: ``epsilon`` or ``v_prediction``, for files that do not tell which they were trained for.
         dtype: of the weights; None is fp16 on a GPU and float32 on the CPU.
 
     Raises:
         ModelError: what is wrong with the file, and what was expected.
+        InputError: a setting that is unknown, or does not go with another.
     """
     dtype = dtype or (torch.float16 if device.type == "cuda" else torch.float32)
     parts = load_folder(path, dtype) if path.is_dir() else load_file(path, dtype)
-    # In fp16 the VAE of SDXL overflows.
-    if parts.vae.config.force_upcast:
+    if prediction is not None:
+        if prediction not in PREDICTIONS:
+            raise InputError(f"prediction = {prediction!r} is unknown; give {' or '.join(PREDICTIONS)}")
+        parts.scheduler["prediction_type"] = prediction
+    # In fp16 the VAE of SDXL overflows; diffusers marks every VAE so by default.
+    if parts.architecture == "sdxl" and parts.vae.config.force_upcast:
         parts.vae.float()
     mark = digest(path)
     if motion is not None:

@@ -49,12 +49,13 @@ def detect(header: Header) -> Architecture | None:
 def detect_folder(folder: Path) -> Architecture | None:
     """The architecture of a diffusers folder, told by its model_index.json."""
     try:
-        kind = json.loads((folder / "model_index.json").read_text())["_class_name"]
-    except (OSError, ValueError, KeyError, TypeError):
+        parts = json.loads((folder / "model_index.json").read_text())
+        unet, second = parts.get("unet"), parts.get("text_encoder_2")
+    except (OSError, ValueError, AttributeError):
         return None
-    if "StableDiffusionXL" in kind:
-        return "sdxl"
-    return "sd15" if kind.startswith(("StableDiffusion", "AnimateDiff")) else None
+    if not isinstance(unet, list) or unet[-1] not in ("UNet2DConditionModel", "UNetMotionModel"):
+        return None
+    return "sdxl" if isinstance(second, list) and second[-1] else "sd15"
 
 
 def load_file(path: Path, dtype: torch.dtype) -> Parts:
@@ -189,13 +190,20 @@ def load_folder(folder: Path, dtype: torch.dtype) -> Parts:
     for part in ("unet", "vae", *kinds):
         if not list((folder / part).glob("*.safetensors")):
             raise ModelError(f"{folder / part} holds no safetensors; give a folder saved with safe serialization")
-    local = {"local_files_only": True, "use_safetensors": True}
+
+    def settings(part: str) -> dict[str, Any]:
+        names = [p.name for p in (folder / part).glob("*.safetensors")]
+        variant = "fp16" if all(".fp16." in n or "-fp16" in n for n in names) else None
+        return {"local_files_only": True, "use_safetensors": True, "variant": variant}
+
     try:
-        unet = UNet2DConditionModel.from_pretrained(folder / "unet", torch_dtype=dtype, **local)
-        vae = AutoencoderKL.from_pretrained(folder / "vae", torch_dtype=dtype, **local)
-        text = [kind.from_pretrained(folder / part, **local).to(dtype) for part, kind in kinds.items()]
+        unet = UNet2DConditionModel.from_pretrained(folder / "unet", torch_dtype=dtype, **settings("unet"))
+        vae = AutoencoderKL.from_pretrained(folder / "vae", torch_dtype=dtype, **settings("vae"))
+        text = [kind.from_pretrained(folder / part, **settings(part)).to(dtype) for part, kind in kinds.items()]
         scheduler = json.loads((folder / "scheduler" / "scheduler_config.json").read_text())
-    except (OSError, ValueError, RuntimeError, SafetensorError) as e:
+        if not isinstance(scheduler, dict):
+            raise ValueError("scheduler_config.json is no table of settings")
+    except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as e:
         raise ModelError(f"{folder} is damaged ({str(e).splitlines()[0]}); download it again") from e
     if unet.config.in_channels != 4:
         raise ModelError(
@@ -220,13 +228,17 @@ def load_motion(path: Path, unet: UNet2DConditionModel) -> nn.Module:
             header = read_header(path, "AnimateDiff motion modules for SD 1.5")
             if not any("motion_modules" in name for name in header):
                 raise ModelError(f"{path} has no AnimateDiff motion modules: {describe(header)}")
-            weights = convert_animatediff_checkpoint_to_diffusers(read_tensors(path))
-            with torch.device("meta"):
-                adapter = MotionAdapter(
-                    block_out_channels=tuple(unet.config.block_out_channels),
-                    use_motion_mid_block=any(k.startswith("mid_block") for k in weights),
-                )
-            adapter.load_state_dict(weights, assign=True)
+            weights = convert_animatediff_checkpoint_to_diffusers(read_tensors(path, dtype=unet.dtype))
+            lengths = [shape[1] for name, shape in header.items() if name.endswith("pos_encoder.pe")]
+            adapter = MotionAdapter(
+                block_out_channels=tuple(unet.config.block_out_channels),
+                use_motion_mid_block=any(k.startswith("mid_block") for k in weights),
+                motion_max_seq_length=lengths[0] if lengths else 32,
+            )
+            # Positions are sines that the modules make for themselves.
+            missing, extra = adapter.load_state_dict(weights, strict=False)
+            if missing := [m for m in (*missing, *extra) if not m.endswith(".pe")]:
+                raise KeyError(f"{missing[0]} does not match")
         return UNetMotionModel.from_unet2d(unet, adapter.to(unet.dtype))
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as e:
         raise ModelError(f"{path} does not fit as motion modules of SD 1.5 ({str(e).splitlines()[0]})") from e

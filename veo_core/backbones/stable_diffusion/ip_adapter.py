@@ -113,7 +113,8 @@ def load_ip_adapter(
         if isinstance(p, nn.Module) and name.startswith(wanted_blocks)
     }
     device, dtype = unet.device, unet.dtype
-    adapter = IPAdapter(projection, kept, tower, plus, f"{digest(path)}-{blocks}")
+    seen_by = digest(Path(clip_vision)) if Path(clip_vision).exists() else clip_vision
+    adapter = IPAdapter(projection, kept, tower, plus, f"{digest(path)}-{blocks}-{seen_by}")
     for module in adapter.modules():
         module.to(device, dtype if module is not tower else None).eval().requires_grad_(False)
     return adapter

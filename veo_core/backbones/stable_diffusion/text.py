@@ -31,10 +31,20 @@ class TextEmbedding:
         """Embeddings in shares that sum to 1; shorter ones are repeated to the longest."""
         if len(parts) == 1:
             return parts[0][0]
-        longest = max(e.tokens.shape[1] for e, _ in parts)
-        tokens = sum(e.tokens.repeat(1, longest // e.tokens.shape[1] + 1, 1)[:, :longest] * w for e, w in parts)
-        pooled = None if parts[0][0].pooled is None else sum(e.pooled * w for e, w in parts)
+        together = TextEmbedding.batch([e for e, _ in parts])
+        shares = torch.tensor([share for _, share in parts], device=together.tokens.device)
+        tokens = torch.einsum("b,bnd->nd", shares.to(together.tokens), together.tokens)[None]
+        pooled = None if together.pooled is None else (shares.to(together.pooled) @ together.pooled)[None]
         return TextEmbedding(tokens, pooled)
+
+    @staticmethod
+    def batch(entries: list[TextEmbedding]) -> TextEmbedding:
+        """One embedding an entry of a batch ``[B, ...]``; shorter ones are repeated to the longest."""
+        longest = max(e.tokens.shape[1] for e in entries)
+        tokens = torch.cat([e.tokens.repeat(1, -(-longest // e.tokens.shape[1]), 1)[:, :longest] for e in entries])
+        pooled = None if entries[0].pooled is None else torch.cat([e.pooled for e in entries])
+        image = None if entries[0].image is None else torch.cat([e.image for e in entries])
+        return TextEmbedding(tokens, pooled, image)
 
 
 @cache
