@@ -25,7 +25,7 @@ class Encoder(io.ComfyNode):
                     min=0.0,
                     max=2.0,
                     step=0.05,
-                    tooltip="How strongly the style is applied; above 1 exaggerates.",
+                    tooltip="How strongly the style is applied; above 1 exaggerates, for veo-mini and IP-Adapter.",
                 ),
                 io.String.Input(
                     "text",
