@@ -8,7 +8,13 @@ from comfyui_veostyle.veo_core.layers.cross_frame_attention import (
     cross_frame_attention,
     source_table,
 )
-from comfyui_veostyle.veo_core.layers.st_norm import STNorm, TemporalContext, frame_moments, temporal_reference
+from comfyui_veostyle.veo_core.layers.st_norm import (
+    STNorm,
+    TemporalContext,
+    calibrate,
+    frame_moments,
+    temporal_reference,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -114,3 +120,49 @@ def test_source_table(frames):
     assert table.shape == (frames, 3)
     assert table[0].tolist() == [0, 0, 0]
     assert all(row.tolist() == [i, i - 1, 0] for i, row in enumerate(table) if i)
+
+
+def test_calibration_of_amount_0_is_the_input_itself():
+    h = torch.randn(5, 4, 6, 6)
+    assert calibrate(h, TemporalContext(5), "k", 0.0) is h
+
+
+@pytest.mark.parametrize("frames", [1, 5])
+def test_full_calibration_takes_the_style_s_moments(frames):
+    h = torch.randn(frames, 4, 16, 16) * 3 + 1
+    style = torch.stack([torch.full((4,), 0.5), torch.full((4,), 0.5**2 + 0.2**2)])
+    out = calibrate(h, TemporalContext(frames), "k", 1.0, style, steadiness=0.0)
+    assert torch.allclose(out.mean((2, 3)), torch.full((frames, 4), 0.5), atol=1e-4)
+    assert torch.allclose(out.std((2, 3)), torch.full((frames, 4), 0.2), atol=1e-3)
+    half = calibrate(h, TemporalContext(frames), "k", 0.5, style, steadiness=0.0)
+    assert torch.allclose(half, (h + out) / 2, atol=1e-5)
+
+
+def test_without_a_style_frames_are_held_to_the_clip_s_moments():
+    base = torch.randn(1, 4, 16, 16).expand(9, -1, -1, -1)
+    flicker = base * torch.linspace(0.8, 1.2, 9).roll(4)[:, None, None, None]
+    out = calibrate(flicker, TemporalContext(9), "k", 1.0)
+    assert out.std((2, 3)).diff(dim=0).abs().max() < 0.3 * flicker.std((2, 3)).diff(dim=0).abs().max()
+
+
+@pytest.mark.parametrize("branches", [(), ("1", "0")])
+def test_moments_pass_from_window_to_window(branches):
+    """Two windows with an overlap, branches together or one at a time, calibrate as one long window does."""
+    count = max(1, len(branches))
+    frames = torch.randn(count, 11, 4, 6, 6) + torch.arange(11)[None, :, None, None, None] * 0.1
+    whole = calibrate(frames.flatten(0, 1), TemporalContext(11, branches=branches), "k", 0.7).unflatten(0, (count, 11))
+    first = TemporalContext(7, hand_over=3, branches=branches)
+    calibrate(frames[:, :7].flatten(0, 1), first, "k", 0.7)
+    second = torch.cat([frames[:, :1], frames[:, 5:]], 1)
+    pieces = [(second, branches)]
+    if branches:
+        pieces = [(second[i : i + 1], (name,)) for i, name in enumerate(branches)]
+    out = torch.cat(
+        [
+            calibrate(x.flatten(0, 1), TemporalContext(7, carry=first.handed, branches=b), "k", 0.7).unflatten(
+                0, (len(x), 7)
+            )
+            for x, b in pieces
+        ]
+    )
+    assert torch.allclose(out[:, 1:], whole[:, 5:], atol=1e-5)
