@@ -557,3 +557,71 @@ def test_knobs_name_what_is_wrong(knobs, says):
     ).injection
     assert (good.query, good.adain, good.sources) == (0.6, "key_value", ("self", "anchor", "next"))
     assert good.denoise == 0.7
+
+
+def _refused(kind, folder):
+    """A file of a kind that is no checkpoint for the engine."""
+    import pickle
+
+    from safetensors.torch import save_file
+
+    path, whole = folder / "x.safetensors", tiny.ldm_checkpoint(tiny.parts())
+    unet = {k: v for k, v in whole.items() if k.startswith("model.diffusion_model.")}
+    one = torch.ones(1, 1)
+    made = {
+        "unet": unet,
+        "vae": {
+            k.removeprefix("first_stage_model."): v for k, v in whole.items() if k.startswith("first_stage_model.")
+        },
+        "diffusers unet": dict(tiny.parts().unet.state_dict()),
+        "no text": {k: v for k, v in whole.items() if not k.startswith("cond_stage")},
+        "sd2": whole | {"cond_stage_model.model.ln_final.weight": one},
+        "inpainting": whole | {"model.diffusion_model.input_blocks.0.0.weight": torch.ones(32, 9, 3, 3)},
+        "short": {k: v for k, v in whole.items() if "middle_block.0.in_layers" not in k},
+        "lora": {"lora_unet_a.lora_up.weight": one},
+        "controlnet": {"control_model.input_blocks.0.0.weight": one},
+        "text encoder": {"text_model.encoder.layers.0.mlp.fc1.weight": one},
+        "clip vision": {"vision_model.encoder.layers.0.mlp.fc1.weight": one},
+        "wan": {"model.diffusion_model.blocks.0.self_attn.q.weight": one},
+        "nothing": {},
+    }
+    if kind == "pickle":
+        path.write_bytes(pickle.dumps(whole))
+    elif kind == "torch pickle":
+        torch.save(unet, path)
+    else:
+        save_file({k: v.clone().contiguous() for k, v in made.get(kind, whole).items()}, path)
+    if kind == "truncated":
+        path.write_bytes(path.read_bytes()[:-1000])
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("pickle", "is a pickle or zip archive"),
+        ("torch pickle", "is a pickle or zip archive"),
+        ("truncated", "not a whole safetensors"),
+        ("vae", "it is a VAE alone"),
+        ("unet", "holds the UNet but no VAE"),
+        ("diffusers unet", "it is the UNet alone"),
+        ("no text", "no text encoder"),
+        ("sd2", "checkpoint of SD 2"),
+        ("inpainting", "takes 9 channels"),
+        ("short", "damaged or not a plain SD 1.5"),
+        ("lora", "it is a LoRA"),
+        ("controlnet", "it is a ControlNet"),
+        ("text encoder", "it is a text encoder alone"),
+        ("clip vision", "it is a CLIP image encoder"),
+        ("wan", "a checkpoint of another architecture"),
+        ("nothing", "it holds no tensors"),
+    ],
+)
+def test_files_that_are_no_checkpoint_say_what_they_are(kind, says, tmp_path):
+    from comfyui_veostyle.veo_core.backbones import load_backbone
+    from comfyui_veostyle.veo_core.errors import ModelError
+
+    with pytest.raises(ModelError, match=says) as refused:
+        load_backbone(_refused(kind, tmp_path), torch.device("cpu"))
+    assert "x.safetensors" in str(refused.value)
+    assert "ive " in str(refused.value) or "download" in str(refused.value)  # a remedy

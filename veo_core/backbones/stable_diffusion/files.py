@@ -81,9 +81,10 @@ def load_file(path: Path, dtype: torch.dtype) -> Parts:
         vae = _load_vae(read_tensors(path, _VAE, dtype), config["vae"])
         text = [_load_text(path, header, facts, dtype) for facts in config["text"]]
     except (SafetensorError, RuntimeError, KeyError, ValueError) as e:
-        lines = str(e).splitlines()
-        reason = " ".join(line.strip() for line in lines[:2])
-        raise ModelError(f"{path} is damaged or not a plain {NAMES[architecture]} checkpoint ({reason})") from e
+        reason = " ".join(line.strip() for line in str(e).splitlines()[:2])[:300]
+        raise ModelError(
+            f"{path} is damaged or not a plain {NAMES[architecture]} checkpoint; download it again, or give another ({reason})"
+        ) from e
     return Parts(architecture, unet, vae, text, scheduler)
 
 
