@@ -34,9 +34,7 @@ class LoadedModel:
 
     def with_backbone(self, backbone: Backbone, modules: Iterable[Any] = ()) -> LoadedModel:
         """The same networks under another backbone, with some more to move."""
-        from ..veo_core.engine import Stylizer
-
-        return LoadedModel(Stylizer(backbone, self.engine.flow), [*self.patchers, *map(patcher_of, modules)])
+        return LoadedModel(self.engine.with_backbone(backbone), [*self.patchers, *map(patcher_of, modules)])
 
     def budget(self) -> int:
         """Bytes that a run may take: all of the device's memory less a reserve, since ComfyUI makes room on demand."""

@@ -102,17 +102,23 @@ class Stylizer:
 
     def __init__(self, backbone: Backbone, flow: FlowNet):
         self.backbone, self.flow = backbone, flow
-        self._peaks: dict[tuple, StagePeaks] = {}
+        self._traced: dict[tuple, dict] = {}
+
+    def with_backbone(self, backbone: Backbone) -> Stylizer:
+        """An engine for the same networks under another backbone, such as one with a LoRA; it knows their traces."""
+        changed = Stylizer(backbone, self.flow)
+        changed._traced = self._traced
+        return changed
 
     def plan(self, clip: Clip, options: StylizeOptions, budget: int | None = None) -> MemoryPlan:
         """Chunk sizes and predicted peaks. Raises BudgetError when the budget (bytes) is too small for any."""
         options = options.for_backbone(self.backbone)
         padded = padded_size(clip.size, self.backbone.multiple)
         # Tracing a large model takes seconds; it is the same for every clip of a size.
-        key = (padded, self.backbone.device, options.model_copy(update={"seed": 0}).model_dump_json())
-        if key not in self._peaks:
-            self._peaks[key] = StagePeaks(self.backbone, self.flow, padded, options)
-        return make_plan(self._peaks[key], clip.size, budget)
+        other = {"seed": 0, "steps": 1, "denoise": 1.0, "overlap": 0, "min_scene": 1, "detector": "builtin"}
+        key = (padded, self.backbone.device, options.model_copy(update=other).model_dump_json())
+        peaks = StagePeaks(self.backbone, self.flow, padded, options, self._traced.setdefault(key, {}))
+        return make_plan(peaks, clip.size, budget)
 
     @torch.no_grad()
     def denoise(

@@ -126,14 +126,25 @@ class StagePeaks:
     """Peaks of the stages for one model and frame size, each traced on fake tensors.
 
     ``jobs`` gives the computations themselves, so that a benchmark can run them for real.
+
+    Args:
+        padded: width and height of the frames as the model takes them.
+        traced: keeps what was traced, for others of the same model, size and options.
     """
 
-    def __init__(self, backbone: Backbone, flow: FlowNet, padded: tuple[int, int], options: StylizeOptions):
+    def __init__(
+        self,
+        backbone: Backbone,
+        flow: FlowNet,
+        padded: tuple[int, int],
+        options: StylizeOptions,
+        traced: dict[tuple[str, int], int] | None = None,
+    ):
         self.backbone, self.flow, self.options = backbone, flow, options
         self.window = self._latents(options.window) - (CONTEXT if backbone.time_factor > 1 else 0)
         self.width, self.height = padded
         self.latent = (backbone.channels, self.height // backbone.factor, self.width // backbone.factor)
-        self._traced: dict[tuple[str, int], int] = {}
+        self._traced = {} if traced is None else traced
 
     def jobs(self, count: int) -> dict[str, Callable[[], object]]:
         """The computation of each stage with ``count`` frames at once; they make their own inputs."""
