@@ -6,7 +6,7 @@ from .decode import VAEDecode
 from .denoise import STNormDenoiser
 from .model import IPAdapterLoader, LoadModel, LoRAInjector, ModelFromComfy
 from .style import Blend, Encoder
-from .video import LoadVideo
+from .video import ClipFromImages, ClipFromVideo, Frames, LoadVideo
 
 
 class VeoStyleExtension(ComfyExtension):
@@ -15,6 +15,8 @@ class VeoStyleExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return [
             LoadVideo,
+            ClipFromVideo,
+            ClipFromImages,
             Encoder,
             Blend,
             LoadModel,
@@ -23,4 +25,5 @@ class VeoStyleExtension(ComfyExtension):
             IPAdapterLoader,
             STNormDenoiser,
             VAEDecode,
+            Frames,
         ]

@@ -1,14 +1,18 @@
-"""Video loader."""
+"""Videos into clips, and frames out of videos."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import folder_paths
 from comfy_api.latest import io
 
 from .types import CATEGORY, LazyAudio, VeoClip
+
+if TYPE_CHECKING:
+    from ..veo_core.video.reader import Clip
 
 
 def _located(file: str, path: str) -> Path:
@@ -114,3 +118,96 @@ class LoadVideo(io.ComfyNode):
         )
         track = clip_audio(clip)
         return io.NodeOutput(clip, LazyAudio(track) if track else None, describe(clip))
+
+
+class ClipFromVideo(io.ComfyNode):
+    """A VIDEO of ComfyUI or of another pack as a clip; what lies in a file is read from there, frame by frame."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="VeoStyleClipFromVideo",
+            display_name="Clip from Video (VeoStyle)",
+            category=CATEGORY,
+            description="A VIDEO of any node as a clip, with its audio. A video in a file is not loaded.",
+            inputs=[io.Video.Input("video")],
+            outputs=[VeoClip.Output(display_name="clip"), io.Audio.Output(display_name="audio")],
+        )
+
+    @classmethod
+    def execute(cls, video) -> io.NodeOutput:
+        from ..veo_core.video.audio import clip_audio
+
+        clip, audio = clip_of(video)
+        track = clip_audio(clip)
+        return io.NodeOutput(clip, LazyAudio(track) if track else audio)
+
+
+class ClipFromImages(io.ComfyNode):
+    """A batch of frames as a clip, by way of a lossless file."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="VeoStyleClipFromImages",
+            display_name="Clip from Images (VeoStyle)",
+            category=CATEGORY,
+            description="A batch of frames as a clip.",
+            inputs=[
+                io.Image.Input("images", tooltip="Frames in order."),
+                io.Float.Input("rate", default=24.0, min=0.01, max=240.0, step=0.001, tooltip="Frames per second."),
+            ],
+            outputs=[VeoClip.Output(display_name="clip")],
+        )
+
+    @classmethod
+    def execute(cls, images, rate) -> io.NodeOutput:
+        from ..veo_core.video.reader import exact_rate, open_clip
+        from ..veo_core.video.spill import spill_frames
+
+        path = spill_frames(images, exact_rate(rate), Path(folder_paths.get_temp_directory()))
+        return io.NodeOutput(open_clip(path))
+
+
+class Frames(io.ComfyNode):
+    """Some frames of a video as pictures."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="VeoStyleFrames",
+            display_name="Frames (VeoStyle)",
+            category=CATEGORY,
+            description="Frames of a VIDEO as an IMAGE batch, without decoding what comes after them.",
+            inputs=[
+                io.Video.Input("video"),
+                io.Int.Input("first", default=0, min=0, max=10_000_000, tooltip="Index of the first frame, from 0."),
+                io.Int.Input("count", default=1, min=1, max=100_000, tooltip="How many; fewer where the video ends."),
+            ],
+            outputs=[io.Image.Output(display_name="images")],
+        )
+
+    @classmethod
+    def execute(cls, video, first, count) -> io.NodeOutput:
+        from ..veo_core.video.reader import read_frames
+
+        clip, _ = clip_of(video)
+        return io.NodeOutput(read_frames(clip, first, count).movedim(1, -1))
+
+
+def clip_of(video) -> tuple[Clip, dict | None]:
+    """A VIDEO as a clip, and its audio where only the VIDEO holds it."""
+    from comfy_api.input_impl import VideoFromComponents
+
+    from ..veo_core.video.reader import open_clip
+    from ..veo_core.video.spill import spill_file, spill_frames
+
+    temp = Path(folder_paths.get_temp_directory())
+    if isinstance(video, VideoFromComponents):
+        parts = video.get_components()
+        return open_clip(spill_frames(parts.images, parts.frame_rate, temp)), parts.audio
+    source = video.get_stream_source()
+    # Trimming a VIDEO came to core after the oldest one that the pack supports.
+    start, duration = getattr(video, "get_active_trim_window", lambda: (0, 0))()
+    path = Path(source) if isinstance(source, (str, os.PathLike)) else spill_file(source, temp)
+    return open_clip(path, start=start, duration=duration), None

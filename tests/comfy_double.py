@@ -50,6 +50,26 @@ class NodeOutput:
         self.args, self.ui = args, ui
 
 
+class VideoFromFile:
+    """A file, or one in memory; the newer core's trim window where ``trim`` is given."""
+
+    def __init__(self, path, trim=None):
+        self.path = path
+        if trim:
+            self.get_active_trim_window = lambda: trim
+
+    def get_stream_source(self):
+        return self.path
+
+
+class VideoFromComponents:
+    def __init__(self, images, audio, frame_rate):
+        self.parts = types.SimpleNamespace(images=images, audio=audio, frame_rate=frame_rate)
+
+    def get_components(self):
+        return self.parts
+
+
 class Interrupted(BaseException):
     """The new core's InterruptProcessingException is a BaseException too."""
 
@@ -97,7 +117,7 @@ def install(monkeypatch, root: Path) -> types.SimpleNamespace:
     )
     module("comfy_api")
     module("comfy_api.latest", io=io, ComfyExtension=type("ComfyExtension", (), {}))
-    module("comfy_api.input_impl", VideoFromFile=lambda path: types.SimpleNamespace(path=path))
+    module("comfy_api.input_impl", VideoFromFile=VideoFromFile, VideoFromComponents=VideoFromComponents)
     module(
         "folder_paths",
         get_input_directory=lambda: str(folders["input"]),

@@ -145,6 +145,33 @@ def test_a_checkpoint_with_words_and_a_lora(server):
     assert "90" in cached
 
 
+def test_core_s_videos_come_in_and_frames_go_out(server):
+    """Core's Load Video and Create Video as sources, and frames of the result to core's Save Image."""
+    for images in (False, True):
+        nodes = graph(width=128)
+        kinds = {n["class_type"]: key for key, n in nodes.items()}
+        denoiser, decoder = kinds["VeoStyleSTNormDenoiser"], kinds["VeoStyleVAEDecode"]
+        nodes["80"] = {"class_type": "LoadVideo", "inputs": {"file": "city.mp4"}}
+        nodes["81"] = {"class_type": "VeoStyleFrames", "inputs": {"video": ["80", 0], "first": 3, "count": 4}}
+        nodes["82"] = {"class_type": "ImageScale", "inputs": {
+            "image": ["81", 0], "upscale_method": "area", "width": 96, "height": 64, "crop": "center"}}  # fmt: skip
+        nodes["83"] = {"class_type": "CreateVideo", "inputs": {"images": ["82", 0], "fps": 12.0}}
+        source = {"class_type": "VeoStyleClipFromVideo", "inputs": {"video": ["83", 0]}}
+        if images:
+            source = {"class_type": "VeoStyleClipFromImages", "inputs": {"images": ["82", 0], "rate": 12.0}}
+        nodes["84"] = source
+        nodes[denoiser]["inputs"]["clip"] = ["84", 0]
+        del nodes[decoder]["inputs"]["audio"]
+        nodes["85"] = {"class_type": "VeoStyleFrames", "inputs": {"video": [decoder, 0], "first": 0, "count": 9}}
+        nodes["86"] = {"class_type": "SaveImage", "inputs": {"images": ["85", 0], "filename_prefix": "frame"}}
+        entry = server.finished(server.queue(nodes))
+        assert entry["status"]["status_str"] == "success", entry["status"]
+        assert len(entry["outputs"]["86"]["images"]) == 4
+        saved = entry["outputs"]["7"]["images"][0]
+        clip = open_clip(server.base / "output" / saved["subfolder"] / saved["filename"])
+        assert (clip.size, float(clip.info.rate)) == ((96, 64), 12.0)
+
+
 def test_a_lora_for_another_base_is_told_on_its_node(server):
     save_file(
         {f"lora_unet_single_blocks_0_linear1.lora_{x}.weight": torch.ones(2, 2) for x in ("up", "down")},

@@ -274,3 +274,45 @@ def test_ancestry_of_a_long_chain_is_quick_and_knows_the_slot(comfy):
     assert ancestry(other, "59") != ancestry(graph, "59")
     graph["1"]["inputs"]["model"] = ["59", 0]
     ancestry(graph, "59")
+
+
+def test_videos_of_other_nodes_become_clips_and_back(comfy):
+    """From a file, from memory, trimmed, from frames: the frames and the audio are those that went in."""
+    import io
+    from fractions import Fraction
+
+    from .comfy_double import VideoFromComponents, VideoFromFile
+
+    source = comfy.root / "input" / "in.mp4"
+    clip_from, frames_of = comfy.nodes["VeoStyleClipFromVideo"].execute, comfy.nodes["VeoStyleFrames"].execute
+    clip, audio = clip_from(VideoFromFile(str(source))).args
+    assert clip.path == source
+    assert audio["sample_rate"] == 48000
+    whole = torch.stack([f.image for f in clip.frames()])
+    in_memory, _ = clip_from(VideoFromFile(io.BytesIO(source.read_bytes()))).args
+    assert torch.equal(torch.stack([f.image for f in in_memory.frames()]), whole)
+    trimmed, _ = clip_from(VideoFromFile(str(source), trim=(0.25, 0.25))).args
+    assert torch.equal(torch.stack([f.image for f in trimmed.frames()]), whole[6:12])
+    images = whole.movedim(1, -1)
+    sound = {"waveform": torch.zeros(1, 2, 100), "sample_rate": 8000}
+    made, kept = clip_from(VideoFromComponents(images, sound, Fraction(24))).args
+    assert kept is sound
+    assert (torch.stack([f.image for f in made.frames()]) - whole).abs().max() < 1 / 255
+    again = comfy.nodes["VeoStyleClipFromImages"].execute(images, 24.0).args[0]
+    assert again.path == made.path
+    assert made.nominal_rate == 24
+    odd = comfy.nodes["VeoStyleClipFromImages"].execute(images[:4], 29.97).args[0]
+    assert odd.nominal_rate == Fraction(30000, 1001)
+    assert [f.time for f in odd.frames()] == [Fraction(1001 * i, 30000) for i in range(4)]
+    assert again.path.stat().st_mtime == 0
+    some = frames_of(VideoFromFile(str(source)), 3, 4).args[0]
+    assert torch.equal(some, images[3:7])
+    assert len(frames_of(VideoFromFile(str(source)), 12, 100).args[0]) == 2
+    with pytest.raises(InputError, match="first = 14"):
+        frames_of(VideoFromFile(str(source)), 14, 1)
+    for wrong, says in ((images[:0], "shape"), (images * float("nan"), "finite")):
+        with pytest.raises(InputError, match=says):
+            comfy.nodes["VeoStyleClipFromImages"].execute(wrong, 24.0)
+    with pytest.raises(InputError, match="rate"):
+        comfy.nodes["VeoStyleClipFromImages"].execute(images, 1000.0)
+    assert not list((comfy.root / "temp").glob("*.part*"))

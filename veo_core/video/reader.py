@@ -325,7 +325,7 @@ def open_clip(
         info,
         start,
         Fraction(duration).limit_denominator(100_000) if duration else None,
-        _rate(rate) if rate else None,
+        exact_rate(rate) if rate else None,
         every_nth,
         max_frames or None,
         width or None,
@@ -341,7 +341,7 @@ def open_clip(
     return clip
 
 
-def _rate(value: float | Fraction) -> Fraction:
+def exact_rate(value: float | Fraction) -> Fraction:
     """Exact for fractions; a float is read as the nearby ratio that was meant: 29.97 is 30000/1001."""
     if isinstance(value, Fraction):
         return value
@@ -617,6 +617,14 @@ def _probe_stills(path: Path) -> VideoInfo:
         return VideoInfo(
             *upright.size, rate, count / rate, picture.format.lower(), 8, picture.has_transparency_data, ColorTags()
         )
+
+
+def read_frames(clip: Clip, first: int, count: int) -> Tensor:
+    """Some frames of a clip ``[n, 3, H, W]`` in 0..1, fewer where it ends. Raises InputError where there is none."""
+    images = [frame.image for frame in islice(clip.frames(first), count)]
+    if not images:
+        raise InputError(f"first = {first} is beyond the end of {clip.path}; give a smaller number")
+    return torch.stack(images)
 
 
 def describe(clip: Clip) -> str:

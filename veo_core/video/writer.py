@@ -81,7 +81,7 @@ _ENCODERS: dict[str, _Encoder] = {
     ),
     "ffv1": _Encoder(
         "ffv1",
-        (".mkv",),
+        (".mkv", ".nut"),
         "yuv444p",
         "yuv444p10le",
         "yuva444p",
