@@ -239,12 +239,38 @@ def main():
         chained, _ = run(other, pictures, f"{name}-chained")
         held["their override is called"] = calls["override"] > 0
         held["their override changes nothing"] = bool(torch.equal(chained, styled))
+        held["split branches agree"] = split(run, model, pictures, styled, name)
         if name in ("sd15", "wan"):
             held["stochastic windows meet"] = stochastic(model, vae, clip, video, one_prompt, window, frames, name)
         report[name] = held
         print(name, f"{time.time() - begin:.1f} s", held, file=sys.stderr)
     report["errors"] = errors()
     print("REPORT " + json.dumps(report))
+
+
+def split(run, model, style, together, name):
+    """Short of memory core runs guidance's branches one after the other: the same result but for rounding."""
+    batches = []
+
+    def low(*place, torch_free_too=False):
+        # Attention asks too, and is to go on as before.
+        return (1 << 34, 1 << 34) if torch_free_too or True in place else 1.0
+
+    kept = comfy.model_management.get_free_memory, getattr(type(model), "get_free_memory", None)
+    other = model.clone()
+    other.add_wrapper_with_key("diffusion_model", "count", lambda go, *a, **k: batches.append(len(a[0])) or go(*a, **k))
+    try:
+        comfy.model_management.get_free_memory = low
+        if kept[1]:
+            type(model).get_free_memory = low
+        apart, _ = run(other, style, f"{name}-split")
+    finally:
+        comfy.model_management.get_free_memory = kept[0]
+        if kept[1]:
+            type(model).get_free_memory = kept[1]
+    change = float((apart - together).abs().max() / together.abs().max())
+    whole = 2 if name in ("wan", "ltxv") else 18
+    return (change < 1e-2 and max(batches) < whole) or [change, batches[:6]]
 
 
 def stochastic(model, vae, clip, video, style, window, frames, name):

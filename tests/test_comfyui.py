@@ -22,7 +22,7 @@ from comfyui_veostyle.veo_core.video.reader import open_clip
 from safetensors.torch import save_file
 
 from . import tiny
-from .conftest import EXAMPLES, ROOT
+from .conftest import EXAMPLES, ROOT, make_video
 from .test_lora import kohya_file
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.slow]
@@ -170,6 +170,29 @@ def test_core_s_videos_come_in_and_frames_go_out(server):
         saved = entry["outputs"]["7"]["images"][0]
         clip = open_clip(server.base / "output" / saved["subfolder"] / saved["filename"])
         assert (clip.size, float(clip.info.rate)) == ((96, 64), 12.0)
+
+
+def test_the_queue_script_runs_a_folder(server, tmp_path):
+    """A batch over clips with another style picture, one of them spoilt: the others come out, and it says which did not."""
+    clips, out = tmp_path / "clips", tmp_path / "out"
+    clips.mkdir()
+    make_video(clips / "a.mp4", 4, size=(64, 64))
+    make_video(clips / "b.mp4", 3, size=(64, 64))
+    (clips / "spoilt.mp4").write_bytes(b"no video")
+    core = Path(os.environ["COMFYUI_PATH"])
+    python = next(p for p in (core / ".venv/bin/python", core / ".venv/Scripts/python.exe") if p.exists())
+    command = [python, EXAMPLES / "queue_workflow.py", ROOT / "workflows/api/stylize_video.json"]
+    command += ["--server", f"127.0.0.1:{server.port}", "--clips", clips, "--image", EXAMPLES / "van_gogh.jpg"]
+    command += ["--output", out, "--retries", "1", "--set", "VeoStyleSTNormDenoiser.strength=0.8"]
+    command += ["--set", "7.filename_prefix=batch"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "2 of 3 done" in done.stdout
+    assert "spoilt.mp4: failed, VeoStyleLoadVideo" in done.stdout
+    counts = sorted(len(list(open_clip(p).frames())) for p in out.iterdir())
+    assert counts == [3, 4]
+    wrong = subprocess.run([*command[:3], "--set", "Nope.x=1"], capture_output=True, text=True)
+    assert "no node 'Nope'" in wrong.stderr
 
 
 def test_a_lora_for_another_base_is_told_on_its_node(server):
