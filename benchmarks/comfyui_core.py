@@ -15,7 +15,6 @@ import logging
 import os
 import sys
 import time
-from fractions import Fraction
 from pathlib import Path
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -47,7 +46,7 @@ from comfyui_veostyle.veo_core.options import parse_options  # noqa: E402
 from comfyui_veostyle.veo_core.style.encoder import style_from_tensors  # noqa: E402
 from comfyui_veostyle.veo_core.style.prompts import parse_prompts  # noqa: E402
 from comfyui_veostyle.veo_core.video.reader import open_clip  # noqa: E402
-from comfyui_veostyle.veo_core.video.writer import VideoWriter  # noqa: E402
+from stable_diffusion import make_clip  # noqa: E402
 
 MIB = 1 << 20
 torch.set_grad_enabled(False)
@@ -92,15 +91,6 @@ def make_model():
     }  # fmt: skip
     vae = randomised(AutoencoderKL(ddconfig=shape, embed_dim=4))
     return patcher, comfy.sd.VAE(sd=vae.state_dict(), config={"params": {"ddconfig": shape, "embed_dim": 4}})
-
-
-def make_clip(path: Path, side: int, frames: int) -> Path:
-    coarse = torch.rand(1, 3, side // 16, side // 16 + frames // 8 + 1)
-    scene = torch.nn.functional.interpolate(coarse, (side, side + frames), mode="bicubic").clamp(0, 1)
-    with VideoWriter(path, (side, side), Fraction(24)) as writer:
-        for i in range(frames):
-            writer.write(scene[..., i : i + side], [Fraction(i, 24)])
-    return path
 
 
 def memory() -> tuple[float, float]:

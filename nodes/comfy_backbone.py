@@ -20,9 +20,10 @@ from ..veo_core.backbones.base import Defaults
 from ..veo_core.backbones.stable_diffusion.text import TextEmbedding
 from ..veo_core.errors import InputError, ModelError
 from ..veo_core.layers.st_norm import TemporalContext, calibrate
-from ..veo_core.layers.style_session import Site, StyleSession, pooled_moments
+from ..veo_core.layers.style_session import Site, StyleSession, pooled_moments, sites_of
 from ..veo_core.memory.trace import declare_workspace, tracing
 from ..veo_core.sampling.noise import frame_noise
+from ..veo_core.sampling.schedule import steps_done
 from ..veo_core.style.encoder import cover
 
 if TYPE_CHECKING:
@@ -96,8 +97,8 @@ class ComfyCondition:
 class ComfyBackbone:
     """Implements :class:`~..veo_core.backbones.base.Backbone` for SD 1.5, SDXL, Wan and LTXV as core loads them.
 
-    Core's sampler runs each window on a clone of the MODEL, so that LoRA, ControlNet and what other packs patched go on
-    working. With strength 0 the result is core's own.
+    Core's sampler runs each window on a clone of the MODEL, so that LoRA and what other packs patched go on working. With
+    strength 0 the result is core's own.
 
     Its weights count as nothing in a plan: core moves as many of them as fit.
 
@@ -219,7 +220,7 @@ class _Run:
             sampler = comfy.samplers.KSampler(
                 model, options.steps, backbone.device, backbone.sampler, backbone.scheduler, 1.0, model.model_options
             )
-            done = min(max(1, int(options.steps * options.denoise)), options.steps)
+            done = steps_done(options.steps, options.denoise)
             frames = job.frames[self.skipped :]
             result = comfy.sample.sample_custom(
                 model,
@@ -296,8 +297,7 @@ class _Run:
             sites = _unet_sites(network)
             if self.injection.norm:
                 for name, norm in _up_norms(network):
-                    hook = _norm_hook(self.session, Site(name, 1.0))
-                    stack.callback(norm.register_forward_hook(hook).remove)
+                    stack.callback(norm.register_forward_hook(self.session.norm_hook(Site(name, 1.0))).remove)
         _override_attention(model, self.session, at, sites)
         model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, self._network)
 
@@ -369,14 +369,12 @@ class _Run:
 
 def _unet_sites(network: torch.nn.Module) -> dict[tuple[str, int, int], Site]:
     """Self-attentions of a UNet by side, block and place in the block, as core's options name them."""
-    found = [n.split(".") for n, _ in network.named_modules() if n.endswith(".attn1")]
-    up = [n for n in found if n[0] == "output_blocks"]
+    names = [n for n, _ in network.named_modules() if n.endswith(".attn1")]
     sites = {}
-    for name in found:
-        side = {"input_blocks": "input", "middle_block": "middle", "output_blocks": "output"}[name[0]]
-        block = 0 if side == "middle" else int(name[1])
-        depth = up.index(name) / max(1, len(up) - 1) if name in up else None
-        sites[side, block, int(name[-2])] = Site(".".join(name), depth)
+    for name, site in sites_of(names, "output_blocks.").items():
+        path = name.split(".")
+        side = {"input_blocks": "input", "middle_block": "middle", "output_blocks": "output"}[path[0]]
+        sites[side, 0 if side == "middle" else int(path[1]), int(path[-2])] = site
     return sites
 
 
@@ -384,10 +382,6 @@ def _up_norms(network: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     """First group norm of each residual block of the up path."""
     found = ((n, m) for n, m in network.named_modules() if n.startswith("output_blocks."))
     return [(n, m) for n, m in found if n.endswith(".in_layers.0")]
-
-
-def _norm_hook(session: StyleSession, site: Site) -> Callable:
-    return lambda module, inputs, output: session.normalise(site, output)
 
 
 def _watch_self_attention(model: Any, at: SimpleNamespace) -> None:

@@ -16,6 +16,8 @@ class STNormDenoiser(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
+        from ..veo_core.style.injection import PRESETS
+
         return io.Schema(
             node_id="VeoStyleSTNormDenoiser",
             display_name="ST-Norm Denoiser (VeoStyle)",
@@ -55,7 +57,7 @@ class STNormDenoiser(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "preset",
-                    options=["faithful", "balanced", "strong"],
+                    options=list(PRESETS),
                     default="balanced",
                     optional=True,
                     tooltip="How style pictures enter a model that was not trained with the pack: faithful keeps every edge, "

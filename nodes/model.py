@@ -24,6 +24,8 @@ class LoadModel(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
+        from ..veo_core.sampling.schedule import PREDICTIONS, SAMPLERS, SPACINGS
+
         checkpoints = [n for n in folder_paths.get_filename_list("checkpoints") if n.endswith((".safetensors", ".sft"))]
         return io.Schema(
             node_id="VeoStyleLoadModel",
@@ -39,14 +41,14 @@ class LoadModel(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "sampler",
-                    options=["dpmpp_2m", "ddim", "euler", "euler_ancestral", "heun", "dpmpp_2m_sde", "uni_pc", "lcm"],
+                    options=list(SAMPLERS),
                     default="dpmpp_2m",
                     optional=True,
                     tooltip="For Stable Diffusion; veo-mini has its own.",
                 ),
                 io.Combo.Input(
                     "scheduler",
-                    options=[AUTO, "karras", "normal", "exponential", "sgm_uniform"],
+                    options=[AUTO, *SPACINGS],
                     default=AUTO,
                     optional=True,
                     tooltip="Spacing of the noise levels; auto is what suits the sampler and the checkpoint.",
@@ -65,7 +67,7 @@ class LoadModel(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "prediction",
-                    options=[AUTO, "epsilon", "v_prediction"],
+                    options=[AUTO, *PREDICTIONS],
                     default=AUTO,
                     optional=True,
                     tooltip="What the checkpoint was trained to predict; auto goes by its marks. Burnt results mean the other.",

@@ -250,21 +250,16 @@ class Stylizer:
             monitor(Progress("decode", first, total, lambda: newest))  # noqa: B023
 
     def _decoded(self, latents: StylizedLatents, begin: int, end: int) -> Tensor:
-        """Frames ``begin`` to ``end`` as the autoencoder gives them."""
+        """Frames ``begin`` to ``end``, of one group where the autoencoder groups them, as it gives them."""
         timeline, store = latents.timeline, latents.store
         if timeline.factor == 1:
             return self.backbone.decode(store.read("latents", begin, end - begin).to(self.backbone.device))
-        pieces = []
-        while begin < end:
-            start, stop = timeline.group(begin)
-            first = timeline.context(timeline.latent(start))
-            count = timeline.latent(stop - 1) + 1 - first
-            frames = self.backbone.decode(store.read("latents", first, count).to(self.backbone.device))
-            skipped = begin - (timeline.end_frame(first + 1) - 1)
-            stop = min(stop, end)
-            pieces.append(frames[skipped : skipped + stop - begin])
-            begin = stop
-        return torch.cat(pieces)
+        start, stop = timeline.group(begin)
+        first = timeline.context(timeline.latent(start))
+        count = timeline.latent(stop - 1) + 1 - first
+        frames = self.backbone.decode(store.read("latents", first, count).to(self.backbone.device))
+        skipped = begin - (timeline.end_frame(first + 1) - 1)
+        return frames[skipped : skipped + end - begin]
 
     def _crop(self, frames: Tensor, clip: Clip) -> Tensor:
         width, height = clip.size
@@ -353,8 +348,7 @@ class _Sites:
         self.next = window.start + window.shared
         first = timeline.frame(self.next)
         begins_scene = self.next == window.scene.start
-        seen = first if begins_scene else timeline.end_frame(timeline.context(self.next) + 1) - 1
-        seen = seen if timeline.factor > 1 or begins_scene else first - 1
+        seen = first if begins_scene else timeline.known_from(self.next)
         self.frames: Iterator[Frame] = clip.frames(first=seen)
         # The last frames read: what the flow, and a causal autoencoder, must know before the next ones.
         self.before = [self._image(f) for f in islice(self.frames, first - seen)]
@@ -406,11 +400,8 @@ class _Sites:
         if self.timeline.factor == 1:
             self.motion = motion if self.motion is None else torch.cat([self.motion, motion])
         self.next += count
-        known = self.timeline.end_frame(self.timeline.context(self.next) + 1) - 1 if self._inside(window) else end
-        self.before = [*self.before, *images][-max(1, end - known) :]
-
-    def _inside(self, window: Window) -> bool:
-        return self.timeline.factor > 1 and self.next < window.scene.end
+        known = self.timeline.known_from(self.next) if self.next < window.scene.end else end - 1
+        self.before = [*self.before, *images][known - end :]
 
     def _encode(self, batch: Tensor) -> Tensor:
         factor = self.timeline.factor

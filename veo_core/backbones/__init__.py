@@ -30,15 +30,12 @@ def load_backbone(
     from .mini import backbone as mini
 
     settings = {k: v for k, v in settings.items() if v is not None}
-    bundled = path is None
     path = path or mini.BUNDLED
     if not path.is_dir() and mini.detect(header := read_header(path, EXPECTED)):
         if settings:
             raise ModelError(
                 f"{next(iter(settings))} is for Stable Diffusion, and {path.name} is veo-mini; leave it out"
             )
-        return mini.load(path, device)
-    if bundled:
         return mini.load(path, device)
     from .stable_diffusion import backbone as stable_diffusion
     from .stable_diffusion import files

@@ -31,6 +31,12 @@ class Site:
     depth: float | None
 
 
+def sites_of(names: list[str], up: str) -> dict[str, Site]:
+    """Self-attentions of a UNet by name, in the order of its modules; those whose names begin with ``up`` have a depth."""
+    path = [name for name in names if name.startswith(up)]
+    return {n: Site(n, path.index(n) / max(1, len(path) - 1) if n in path else None) for n in names}
+
+
 def trapezoid(place: float, span: tuple[float, float]) -> float:
     """1 inside a span of 0..1, falling to 0 within a tenth outside it; sharp at 0 and at 1."""
     begin, end = span
@@ -164,6 +170,10 @@ class StyleSession:
             whole_k, whole_v = (x.repeat(1, 1, k.shape[2] // x.shape[2], 1) for x in (whole_k, whole_v))
             return q, torch.lerp(whole_k, _adain(k, sk), b), torch.lerp(whole_v, _adain(v, sv), b)
         return q, whole_k, whole_v
+
+    def norm_hook(self, site: Site) -> Callable[..., Tensor]:
+        """:meth:`normalise` as a forward hook of a norm."""
+        return lambda module, inputs, output: self.normalise(site, output)
 
     def normalise(self, site: Site, h: Tensor) -> Tensor:
         """A norm's output ``[(b t), C, H, W]`` with ST-Norm applied to it."""

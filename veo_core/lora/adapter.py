@@ -62,11 +62,11 @@ class Adapter:
             first = first[:, :, None, None]
         return self.scale * torch.kron(first, second.contiguous())
 
-    def added(self, layer: nn.Module, x: Tensor, out: Tensor) -> Tensor:
+    def added(self, layer: nn.Module, x: Tensor) -> Tensor:
         """What goes beside the layer's output at strength 1.
 
         Args:
-            layer: Linear or Conv2d. x: its input. out: its output.
+            layer: Linear or Conv2d. x: its input.
         """
         if self.magnitude is None and self.kind == "lora":
             return self.scale * self._narrow(layer, x)

@@ -215,7 +215,7 @@ def _bypass(adapters: list[tuple[int, Adapter]], strengths: Strengths):
         for number, adapter in adapters:
             strength = strengths.values[number]
             if strength:
-                added = added + strength * adapter.added(module, inputs[0], output)
+                added = added + strength * adapter.added(module, inputs[0])
         return added
 
     return hook

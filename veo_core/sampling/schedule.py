@@ -43,21 +43,26 @@ class FlowSchedule:
 
 # Names as ComfyUI's samplers and schedulers have them.
 SAMPLERS: dict[str, tuple[str, dict[str, object]]] = {
+    "dpmpp_2m": ("DPMSolverMultistepScheduler", {}),
     "ddim": ("DDIMScheduler", {}),
     "euler": ("EulerDiscreteScheduler", {}),
     "euler_ancestral": ("EulerAncestralDiscreteScheduler", {}),
     "heun": ("HeunDiscreteScheduler", {}),
-    "dpmpp_2m": ("DPMSolverMultistepScheduler", {}),
     "dpmpp_2m_sde": ("DPMSolverMultistepScheduler", {"algorithm_type": "sde-dpmsolver++"}),
     "uni_pc": ("UniPCMultistepScheduler", {}),
     "lcm": ("LCMScheduler", {}),
 }
 SPACINGS: dict[str, dict[str, object]] = {
-    "normal": {},
     "karras": {"use_karras_sigmas": True},
+    "normal": {},
     "exponential": {"use_exponential_sigmas": True},
     "sgm_uniform": {"timestep_spacing": "trailing"},
 }
+
+
+def steps_done(steps: int, denoise: float) -> int:
+    """How many of a schedule's steps a share of it is, at least one: of 20 at 0.5 the last 10."""
+    return min(max(1, int(steps * denoise)), steps)
 
 
 class DiffusionSchedule:
@@ -97,8 +102,7 @@ class DiffusionSchedule:
             self.scheduler.set_timesteps(steps, device=device)
         except ValueError as e:
             raise InputError(f"steps = {steps} does not go with {sampler} ({e}); give fewer") from e
-        done = min(max(1, int(steps * denoise)), steps)
-        self._begin = (steps - done) * self.scheduler.order
+        self._begin = (steps - steps_done(steps, denoise)) * self.scheduler.order
         self.scheduler.set_begin_index(self._begin) if hasattr(self.scheduler, "set_begin_index") else None
         self.timesteps = self.scheduler.timesteps[self._begin :]
 

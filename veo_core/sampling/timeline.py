@@ -74,6 +74,12 @@ class Timeline:
         first = scene.start + (self.latent(frame) - scene.start) // GROUP * GROUP
         return self.frame(first), self.end_frame(min(first + GROUP, scene.end))
 
+    def known_from(self, latent: int) -> int:
+        """The first frame that must be known before a latent frame inside a scene: for its flow, and for its context."""
+        if self.factor == 1:
+            return self.frame(latent) - 1
+        return self.end_frame(self.context(latent) + 1) - 1
+
     def context(self, latent: int) -> int:
         """The latent frame from which a causal autoencoder must begin so that ``latent`` comes out as in a long clip."""
         if self.factor == 1:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import ModelError
 from ..weights_file import Header, describe, read_header, read_tensors
+from .encoder import cover
 
 IMAGE = "a CLIP image encoder (safetensors, as in ComfyUI's clip_vision folder)"
 TEXT = "a CLIP text encoder (safetensors, as in ComfyUI's text_encoders folder)"
@@ -44,7 +44,7 @@ class ImageTower(nn.Module):
         side = self.network.image_size[0]
         weight = self.network.conv1.weight
         mean, std = (torch.tensor(v)[:, None, None] for v in (OPENAI_DATASET_MEAN, OPENAI_DATASET_STD))
-        batch = torch.stack([(_middle(p.cpu().float(), side) - mean) / std for p in pictures])
+        batch = torch.cat([(cover(p.cpu().float(), side, side) - mean) / std for p in pictures])
         return self.features(batch.to(weight))
 
     @torch.no_grad()
@@ -57,14 +57,6 @@ class ImageTower(nn.Module):
         finally:
             handle.remove()
         return ImageFeatures(pooled, seen[0])
-
-
-def _middle(picture: Tensor, side: int) -> Tensor:
-    scale = side / min(picture.shape[1:])
-    size = [max(side, round(s * scale)) for s in picture.shape[1:]]
-    picture = F.interpolate(picture[None], size, mode="bicubic", antialias=True)[0].clamp(0, 1)
-    top, left = ((s - side) // 2 for s in size)
-    return picture[:, top : top + side, left : left + side]
 
 
 class TextTower(nn.Module):

@@ -9,20 +9,20 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from ...layers.style_session import Site, StyleSession
+from ...layers.style_session import Site, StyleSession, sites_of
 
 
 @contextmanager
 def connected(unet: nn.Module, session: StyleSession) -> Iterator[None]:
     """In this block the UNet's self-attentions and up-path norms ask the session; afterwards nothing of it is left."""
     with ExitStack() as stack:
-        for name, attention in self_attentions(unet):
-            stack.callback(setattr, attention, "processor", attention.processor)
-            attention.processor = _SessionProcessor(session, Site(name, _depth(unet, name)))
+        attentions = dict(self_attentions(unet))
+        for name, site in sites_of(list(attentions), "up_blocks.").items():
+            stack.callback(setattr, attentions[name], "processor", attentions[name].processor)
+            attentions[name].processor = _SessionProcessor(session, site)
         if session.injection.norm:
             for name, norm in up_norms(unet):
-                site = Site(name, 1.0)
-                stack.callback(norm.register_forward_hook(_norm_hook(session, site)).remove)
+                stack.callback(norm.register_forward_hook(session.norm_hook(Site(name, 1.0))).remove)
         yield
 
 
@@ -35,15 +35,6 @@ def up_norms(unet: nn.Module) -> list[tuple[str, nn.Module]]:
     """First group norm of each residual block of the up path."""
     found = ((n, m) for n, m in unet.named_modules() if n.startswith("up_blocks.") and ".resnets." in n)
     return [(n, m) for n, m in found if n.endswith(".norm1")]
-
-
-def _depth(unet: nn.Module, name: str) -> float | None:
-    up = [n for n, _ in self_attentions(unet) if n.startswith("up_blocks.")]
-    return up.index(name) / max(1, len(up) - 1) if name in up else None
-
-
-def _norm_hook(session: StyleSession, site: Site):
-    return lambda module, inputs, output: session.normalise(site, output)
 
 
 class _SessionProcessor:
