@@ -61,10 +61,7 @@ def one_run(video: Path, device: str, out: Path) -> dict[str, float]:
                 torch.cuda.reset_peak_memory_stats()
                 with torch.no_grad():
                     job()
-                traced = (
-                    peaks._traced.get((stage, count))
-                    or (peaks.peak(stage, count), peaks._traced[(stage, 0 if stage == "denoise" else count)])[1]
-                )
+                traced = peaks.peak(stage, count) - (0 if stage == "decode" else peaks._resident)
                 stages[f"{stage}{count}_ratio"] = (torch.cuda.max_memory_allocated() - before) / traced
     host_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if device == "cuda":

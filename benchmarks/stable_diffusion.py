@@ -22,7 +22,7 @@ from comfyui_veostyle.veo_core.backbones.stable_diffusion.backbone import Stable
 from comfyui_veostyle.veo_core.backbones.stable_diffusion.files import Parts
 from comfyui_veostyle.veo_core.engine import Stylizer
 from comfyui_veostyle.veo_core.memory.plan import StagePeaks
-from comfyui_veostyle.veo_core.memory.trace import traced_peak
+from comfyui_veostyle.veo_core.memory.trace import trace_memory
 from comfyui_veostyle.veo_core.motion.flow import FlowNet
 from comfyui_veostyle.veo_core.options import parse_options
 from comfyui_veostyle.veo_core.style.encoder import style_from_tensors
@@ -166,7 +166,7 @@ def stage_peaks(engine: Stylizer, options, side: int, chunk: int) -> dict[str, t
         torch.cuda.reset_peak_memory_stats()
         with torch.no_grad():
             job()
-        out[stage] = (traced_peak(job) / MIB, (torch.cuda.max_memory_allocated() - before) / MIB)
+        out[stage] = (trace_memory(job).peak / MIB, (torch.cuda.max_memory_allocated() - before) / MIB)
         print(f"{stage:10s} traced {out[stage][0]:8.0f} MiB, measured {out[stage][1]:8.0f} MiB", flush=True)
     return out
 

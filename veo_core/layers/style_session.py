@@ -10,6 +10,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from ..memory.trace import declare_cache
 from ..style.injection import StyleInjection
 from .cross_frame_attention import source_table
 from .st_norm import TemporalContext, calibrate, frame_moments
@@ -123,8 +124,10 @@ class StyleSession:
         if self._mode is not None and site.depth is not None and trapezoid(site.depth, self.injection.layers):
             if self._mode == "content":
                 self._content[site.key] = q
+                declare_cache(q)
             else:
                 self._style[site.key] = (q, k, v)
+                declare_cache(q, k, v)
         return plain(q, k, v)
 
     def _apply(self, site: Site, q: Tensor, k: Tensor, v: Tensor, plain: Attend) -> Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 import psutil
 import torch
@@ -15,11 +17,13 @@ from ..motion.flow import STRIDE, FlowNet
 from ..motion.fusion import MOTION_CHANNELS, TemporalFusion, estimate_motion
 from ..options import StylizeOptions
 from ..sampling.timeline import CONTEXT, GROUP
-from .trace import traced_peak
+from .trace import TracedMemory, trace_memory
 
 MIB = 1 << 20
 CHUNKS = (16, 8, 4, 2, 1)
 RESERVE = 0.15
+Policy = Literal["fast", "lean"]
+POLICIES: tuple[Policy, ...] = ("fast", "lean")
 # What the libraries keep for themselves, measured by benchmarks/memory.py: cuBLAS on a Hopper chip; on the host, code that
 # is imported on first use, encoders and scratch.
 CUDA_FIXED, HOST_FIXED = 32 * MIB, 150 * MIB
@@ -31,10 +35,12 @@ class MemoryPlan:
 
     Attributes:
         device: where the model runs.
-        budget: bytes that the run may take there.
+        budget: bytes that the run may take there. reserve: bytes beyond the budget that are left alone: 15 % of what is
+            free, or nothing where a person named the budget.
         weights: bytes of all networks, and of what the libraries keep for themselves.
         encode_chunk, decode_chunk: frames encoded and decoded at once. They do not change the result.
-        stages: bytes beyond the weights at the peak of each stage.
+        stages: bytes beyond the weights at the peak of each stage. cache: those of them that a stage keeps from one step
+            to the next: latents and motion of the window, keys and values of style pictures.
         host: bytes of host memory beyond what the process held before, on a device of its own; 0 on the CPU, where the
             stages are host memory.
         disk: bytes that each frame takes in the run's folder while it lasts.
@@ -48,6 +54,8 @@ class MemoryPlan:
     stages: dict[str, int]
     host: int
     disk: int
+    cache: dict[str, int] = field(default_factory=dict)
+    reserve: int = 0
 
     @property
     def peak(self) -> int:
@@ -60,7 +68,12 @@ class MemoryPlan:
             f"{self.device.type}: peak {_mib(self.peak)} of a budget of {_mib(self.budget)}",
             f"  weights {_mib(self.weights)}",
         ]
-        lines += [f"  {stage} {_mib(size)}" for stage, size in self.stages.items()]
+        lines += [
+            f"  {stage} {_mib(size)}" + (f", of which {_mib(kept)} are kept" if (kept := self.cache.get(stage)) else "")
+            for stage, size in self.stages.items()
+        ]
+        if self.reserve:
+            lines.append(f"  reserve {_mib(self.reserve)} beside the budget")
         lines.append(f"  encodes {self.encode_chunk} and decodes {self.decode_chunk} frames at once")
         lines.append(f"  disk {self.disk / MIB:.1f} MiB a frame while it runs")
         if self.host:
@@ -78,22 +91,30 @@ def padded_size(size: tuple[int, int], multiple: int) -> tuple[int, int]:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that a run may take on a device now: what is free, less a reserve of 15 %."""
+    """Bytes that are free on a device now."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     else:
         free = psutil.virtual_memory().available
-    return int(free * (1 - RESERVE))
+    return int(free)
 
 
-def make_plan(peaks: StagePeaks, size: tuple[int, int], budget: int | None = None) -> MemoryPlan:
-    """Chooses the largest chunks that fit.
+def make_plan(
+    peaks: StagePeaks,
+    size: tuple[int, int],
+    budget: int | None = None,
+    policy: Policy = "fast",
+    free: int | None = None,
+) -> MemoryPlan:
+    """Chooses chunks that fit.
 
     Args:
         peaks: of a model at the frames' padded size.
         size: width and height of the frames.
-        budget: bytes on the model's device, its weights included; None takes what is free.
+        budget: bytes on the model's device, its weights included; None takes what is free, less a reserve of 15 %.
+        policy: ``fast`` takes the largest chunks that fit, ``lean`` the least memory.
+        free: bytes that count as free on the device; None asks the device, and adds the weights that are there already.
 
     Raises:
         BudgetError: names the smallest budget that works.
@@ -102,8 +123,12 @@ def make_plan(peaks: StagePeaks, size: tuple[int, int], budget: int | None = Non
     device = backbone.device
     weights = backbone.weight_bytes + sum(p.nbytes for p in flow.parameters())
     weights += CUDA_FIXED if device.type == "cuda" else HOST_FIXED
-    budget = free_memory(device) + (weights if device.type != "cpu" else 0) if budget is None else budget
-    chunks = [c for c in CHUNKS if device.type != "cpu" or c <= 4]
+    reserve = 0
+    if budget is None:
+        free = free_memory(device) + (weights if device.type != "cpu" else 0) if free is None else free
+        reserve = int(free * RESERVE)
+        budget = free - reserve
+    chunks = [1] if policy == "lean" else [c for c in CHUNKS if device.type != "cpu" or c <= 4]
     encodes, decodes = chunks, chunks
     if backbone.time_factor > 1:
         encodes, decodes = [options.window], [GROUP * backbone.time_factor]
@@ -114,12 +139,15 @@ def make_plan(peaks: StagePeaks, size: tuple[int, int], budget: int | None = Non
         least = weights + max(peaks.peak("encode", encodes[-1]), peaks.peak("decode", decodes[-1]), denoise)
         raise BudgetError(
             f"memory budget = {_mib(budget)} is too small for {size[0]}x{size[1]} frames in windows of {options.window}; "
-            f"the smallest that works is {_mib(-(-least // MIB) * MIB)}. Give that much, or make the frames or the window smaller."
+            f"the smallest that works is {_mib(-(-least // MIB) * MIB)}, {math.ceil(least / 1e7) / 100:.2f} GB. "
+            "Give that much, or make the frames or the window smaller."
         )
-    stages = {"encode": peaks.peak("encode", encode), "denoise": denoise, "decode": peaks.peak("decode", decode)}
+    counts = {"encode": encode, "denoise": 1, "decode": decode}
+    stages = {stage: peaks.peak(stage, count) for stage, count in counts.items()}
+    cache = {stage: peaks.cached(stage, count) for stage, count in counts.items()}
     frame = 4 * 3 * size[0] * size[1]
     host = 0 if device.type == "cpu" else HOST_FIXED + frame * (3 * max(encode, decode) + 6)
-    return MemoryPlan(device, budget, weights, encode, decode, stages, host, peaks.disk)
+    return MemoryPlan(device, budget, weights, encode, decode, stages, host, peaks.disk, cache, reserve)
 
 
 class StagePeaks:
@@ -138,7 +166,7 @@ class StagePeaks:
         flow: FlowNet,
         padded: tuple[int, int],
         options: StylizeOptions,
-        traced: dict[tuple[str, int], int] | None = None,
+        traced: dict[tuple[str, int], TracedMemory] | None = None,
     ):
         self.backbone, self.flow, self.options = backbone, flow, options
         self.window = self._latents(options.window) - (CONTEXT if backbone.time_factor > 1 else 0)
@@ -156,10 +184,17 @@ class StagePeaks:
 
     def peak(self, stage: str, count: int = 1) -> int:
         """Bytes beyond the weights at a stage's peak."""
+        return self._memory(stage, count).peak + (0 if stage == "decode" else self._resident)
+
+    def cached(self, stage: str, count: int = 1) -> int:
+        """Bytes of that peak which a stage keeps from one step to the next."""
+        return self._memory(stage, count).cached + (0 if stage == "decode" else self._resident)
+
+    def _memory(self, stage: str, count: int) -> TracedMemory:
         key = (stage, 0 if stage == "denoise" else count)
         if key not in self._traced:
-            self._traced[key] = traced_peak(self.jobs(count)[stage])
-        return self._traced[key] + (0 if stage == "decode" else self._resident)
+            self._traced[key] = trace_memory(self.jobs(count)[stage])
+        return self._traced[key]
 
     @property
     def disk(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -16,7 +17,7 @@ class _LiveBytes(TorchDispatchMode):
 
     def __init__(self, block: int):
         super().__init__()
-        self.block, self.live, self.peak = block, 0, 0
+        self.block, self.live, self.peak, self.cached = block, 0, 0, 0
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -69,7 +70,21 @@ def declare_workspace(size: float) -> None:
         _active[-1].peak = max(_active[-1].peak, _active[-1].live + int(size))
 
 
-def traced_peak(compute: Callable[[], object], block: int = 512) -> int:
+def declare_cache(*tensors: torch.Tensor) -> None:
+    """Says during a trace that these tensors are kept for later computations, and not only for the one at work."""
+    if _active:
+        _active[-1].cached += sum(t.nbytes for t in tensors)
+
+
+@dataclass(frozen=True)
+class TracedMemory:
+    """Bytes that a computation occupies at most, and those of them that it keeps for later computations."""
+
+    peak: int
+    cached: int = 0
+
+
+def trace_memory(compute: Callable[[], object], block: int = 512) -> TracedMemory:
     """Most bytes that the tensors made by ``compute`` occupy at once.
 
     It runs on fake tensors: shapes flow, no arithmetic is done and no device memory is taken. Tensors that exist
@@ -88,4 +103,4 @@ def traced_peak(compute: Callable[[], object], block: int = 512) -> int:
             del kept
         finally:
             _active.pop()
-    return live.peak
+    return TracedMemory(live.peak, min(live.cached, live.peak))
