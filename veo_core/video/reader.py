@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
@@ -187,6 +187,17 @@ class Clip:
                 yield Frame(index, time - origin, self._resize(image), None if alpha is None else self._resize(alpha))
         if not found:
             raise InputError(self._nothing_read())
+
+    def picked(self, indices: Collection[int]) -> Iterator[Frame]:
+        """The frames with these indices, in order; the others are not converted. Fewer where the clip is shorter."""
+        last = max(indices, default=-1)
+        origin: Fraction | None = None
+        for index, (time, decoded) in enumerate(self._selected(ReadReport())):
+            origin = time if origin is None else origin
+            if index in indices:
+                yield Frame(index, time - origin, self._resize(decoded.convert()[0]))
+            if index >= last:
+                return
 
     def thumbnails(self, report: ReadReport | None = None) -> Iterator[tuple[Fraction, Fraction, Tensor]]:
         """Every frame as a quick 64x36 picture, for a look at the whole clip.

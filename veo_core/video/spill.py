@@ -14,6 +14,8 @@ from ..errors import InputError
 from .writer import OutputFormat, VideoWriter
 
 LEVELS = 1023
+# Matroska would round times to milliseconds; NUT keeps them.
+SPILLED = ".nut"
 
 
 def spill_frames(images: Tensor, rate: Fraction, folder: Path) -> Path:
@@ -36,8 +38,7 @@ def spill_frames(images: Tensor, rate: Fraction, folder: Path) -> Path:
             raise InputError("images hold values that are not finite; make them again")
         hashed.update(_levels(image).numpy().tobytes())
     height, width = images.shape[1:3]
-    # Matroska would round times to milliseconds; NUT keeps them.
-    path = folder / f"veostyle_{hashed.hexdigest()[:16]}.nut"
+    path = folder / f"veostyle_{hashed.hexdigest()[:16]}{SPILLED}"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with VideoWriter(path, (width, height), rate, output=OutputFormat("ffv1", deep=True)) as writer:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import av
 import av.filter
@@ -25,6 +25,7 @@ from .color import BT601, BT709, ColorTags, from_rgb
 from .container import open_input
 
 Codec = Literal["h264", "h265", "vp9", "av1", "prores4444", "ffv1", "png", "png16", "gif", "webp"]
+CODECS: tuple[Codec, ...] = get_args(Codec)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,85 @@
+"""Source and result in one picture: beside each other, above each other, or under a moving split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from itertools import zip_longest
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from .audio import AudioTrack, Waveform
+from .reader import Clip
+from .writer import OutputFormat, VideoWriter, tick
+
+Layout = Literal["split", "side_by_side", "stacked"]
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+SWEEP = 4
+LINE = 2
+
+
+def compare(
+    source: Clip,
+    result: Clip,
+    path: Path,
+    layout: Layout = "split",
+    output: OutputFormat | None = None,
+    audio: AudioTrack | Waveform | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Path:
+    """Writes a video that shows both, frame by frame, with the result's times.
+
+    Args:
+        source: scaled to the result's size. result: as many frames as the source has.
+        layout: ``split`` shows the source left of a line that sweeps over the picture and back in 4 seconds.
+        progress: told how many frames of how many are written; may raise to interrupt.
+
+    Raises:
+        InputError: the two have different numbers of frames.
+        OutputError: as of :class:`~.writer.VideoWriter`; nothing is left under ``path``.
+    """
+    times = [time for time, _, _ in result.thumbnails()]
+    count = sum(1 for _ in source.thumbnails())
+    if count != len(times):
+        raise InputError(
+            f"source has {count} frames and video {len(times)}; give as source the clip that the video was made from"
+        )
+    width, height = result.size
+    source = replace(source, width=width, height=height, fit="stretch")
+    size = {"split": (width, height), "side_by_side": (2 * width, height), "stacked": (width, 2 * height)}[layout]
+    with VideoWriter(
+        path,
+        size,
+        result.nominal_rate,
+        time_base=tick(times, 1 / result.nominal_rate),
+        output=output,
+        tags=result.info.tags,
+        audio=audio,
+    ) as writer:
+        for before, after in zip_longest(source.frames(), result.frames()):
+            progress(after.index, len(times))
+            writer.write(joined(before.image, after.image, layout, after.time)[None], [after.time])
+        progress(len(times), len(times))
+    return path
+
+
+def joined(before: Tensor, after: Tensor, layout: Layout, time: Fraction) -> Tensor:
+    """Two pictures ``[3, H, W]`` as one.
+
+    Args:
+        time: seconds; where the split stands.
+    """
+    if layout != "split":
+        return torch.cat([before, after], dim=2 if layout == "side_by_side" else 1)
+    width = after.shape[-1]
+    place = round(width * (0.5 - 0.5 * math.cos(2 * math.pi * float(time) / SWEEP)))
+    out = after.clone()
+    out[..., :place] = before[..., :place]
+    out[..., max(0, place - LINE // 2) : place + LINE // 2] = 1
+    return out

@@ -1,0 +1,52 @@
+"""A small copy of a clip that any browser plays, with the clip's own trim, rate and size."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from .reader import Clip
+from .save import save_clip
+from .writer import OutputFormat
+
+SIDE, FRAMES = 480, 300
+_BROWSERS = {".mp4": ("h264", "av1"), ".webm": ("vp9", "av1"), ".gif": ("gif",), ".webp": ("webp",)}
+
+
+def plays_in_browser(clip: Clip) -> bool:
+    """Whether browsers play the clip's file as it is."""
+    return clip.info.codec in _BROWSERS.get(clip.path.suffix.lower(), ()) and clip.info.bits == 8
+
+
+def preview(clip: Clip, folder: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> Path:
+    """Writes the first 300 frames at no more than 480 pixels a side, once for each file and settings.
+
+    Args:
+        folder: made when missing; the file's name tells what is in it.
+        progress: told how many frames of how many are written; may raise to interrupt.
+
+    Raises:
+        InputError: nothing could be read.
+    """
+    scale = min(1.0, SIDE / max(clip.size))
+    width, height = (max(16, 2 * round(side * scale / 2)) for side in clip.size)
+    small = replace(
+        clip,
+        width=width,
+        height=height,
+        fit=clip.fit if clip.width and clip.height else "stretch",
+        max_frames=min(clip.max_frames or FRAMES, FRAMES),
+    )
+    status = clip.path.stat()
+    told = repr(
+        (str(clip.path), status.st_size, status.st_mtime_ns, [v for k, v in vars(small).items() if k != "info"])
+    )
+    path = folder / f"veostyle_preview_{hashlib.sha256(told.encode()).hexdigest()[:16]}.mp4"
+    if path.exists():
+        os.utime(path)
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    return save_clip(small, path, OutputFormat("h264", crf=26), progress=progress)
