@@ -13,10 +13,11 @@ import torch
 from comfyui_veostyle.veo_core.engine import Progress, Stylizer, latents_of
 from comfyui_veostyle.veo_core.errors import BudgetError, InputError, OutputError
 from comfyui_veostyle.veo_core.memory.plan import MIB, MemoryPlan, StagePeaks, make_plan
-from comfyui_veostyle.veo_core.memory.trace import traced_peak
+from comfyui_veostyle.veo_core.memory.trace import trace_memory
 from comfyui_veostyle.veo_core.options import StylizeOptions, parse_options
 from comfyui_veostyle.veo_core.render import render
 from comfyui_veostyle.veo_core.store import RunStore, prune
+from comfyui_veostyle.veo_core.style.encoder import blend_by_scene, load_style
 from comfyui_veostyle.veo_core.video.audio import clip_audio
 from comfyui_veostyle.veo_core.video.reader import open_clip
 from comfyui_veostyle.veo_core.video.scenes import survey
@@ -251,7 +252,7 @@ def test_plan_grows_with_size_and_not_with_length(engine):
     assert "peak" in small.describe()
 
 
-def test_traced_peak_counts_what_lives_together():
+def test_trace_counts_what_lives_together():
     def compute():
         a = torch.empty(1000, 256)
         b = a + 1
@@ -260,9 +261,9 @@ def test_traced_peak_counts_what_lives_together():
         del b
         return c.sum()
 
-    assert traced_peak(compute) == pytest.approx(2 * 1000 * 256 * 4, rel=0.01)
+    assert trace_memory(compute).peak == pytest.approx(2 * 1000 * 256 * 4, rel=0.01)
     convolution, tensor = torch.nn.Conv2d(4, 4, 3, padding=1), 4 * 4 * 64 * 64
-    assert traced_peak(lambda: convolution(torch.empty(1, 4, 64, 64))) == pytest.approx(4 * tensor, rel=0.01)
+    assert trace_memory(lambda: convolution(torch.empty(1, 4, 64, 64))).peak == pytest.approx(4 * tensor, rel=0.01)
 
 
 def test_options_name_what_is_wrong(engine):
@@ -353,3 +354,27 @@ def test_latents_of_another_model_are_not_decoded(engine, clip, style, tmp_path)
     with pytest.raises(InputError, match="made by veo-mini, and the model is another model"):
         next(Stylizer(Other(), engine.flow).decode(latents))
     latents.store.close()
+
+
+def test_each_scene_takes_its_own_style(engine, clip, style, tmp_path):
+    """The style that a scene is given is the one that it would have alone; a scene beyond the list takes the last."""
+    other = load_style([EXAMPLES / "van_gogh.jpg"])
+    options = StylizeOptions(strength=0.8)
+    one, two = (frames_of(engine, clip, s, tmp_path / s.digest, options) for s in (style, other))
+    mixed = frames_of(engine, clip, blend_by_scene([style, other], [[1, 0], [0, 1]]), tmp_path / "mixed", options)
+    assert torch.equal(mixed[:18], one[:18])
+    assert torch.equal(mixed[18:], two[18:])
+    assert (one[18:] - two[18:]).abs().max() > 0.05
+
+
+def test_progress_names_every_stage_and_never_goes_back(engine, clip, style, tmp_path):
+    told = []
+    latents = engine.denoise(clip, style, StylizeOptions(steps=3), tmp_path / "run", monitor=told.append)
+    render(engine, latents, tmp_path / "out.mp4", monitor=told.append)
+    latents.store.close()
+    assert next(p.stage for p in told) == "survey"
+    for stage in ("encode", "denoise", "decode"):
+        done = [p.done for p in told if p.stage == stage]
+        assert done == sorted(done), stage
+        assert {p.total for p in told if p.stage == stage} == {30}
+    assert len({p.done for p in told if p.stage == "denoise"}) > 6

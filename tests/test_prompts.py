@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 import torch
 from comfyui_veostyle.veo_core.errors import InputError
-from comfyui_veostyle.veo_core.style.encoder import blend_styles, style_from_tensors
+from comfyui_veostyle.veo_core.style.encoder import blend_by_scene, blend_styles, parse_shares, style_from_tensors
 from comfyui_veostyle.veo_core.style.prompts import Prompts, parse_prompts, weighted_parts
 from comfyui_veostyle.veo_core.video.scenes import Scene, Survey
 from hypothesis import given
@@ -103,3 +103,25 @@ def test_blends_keep_pictures_and_words():
     for weights in ([0, 0], [-1, 2], [1]):
         with pytest.raises(InputError, match="blend weights"):
             blend_styles([a, b], weights)
+
+
+def test_styles_are_blended_scene_by_scene():
+    a, b = (style_from_tensors([torch.full((3, 16, 16), v)], weight=w) for v, w in ((0.0, 1.0), (1.0, 0.5)))
+    blended = blend_by_scene([a, b], [[1, 0], [0.5, 0.5], [0, 1]])
+    assert [s.weights for s in blended.by_scene] == [(1.0,), (0.5, 0.5), (1.0,)]
+    assert [s.weight for s in blended.by_scene] == [1.0, 0.75, 0.5]
+    assert blended.pictures[0].max() == 0
+    assert blended.digest != blend_by_scene([a, b], [[1, 0], [0.5, 0.5]]).digest
+    again = blend_styles([blended, a], [0.5, 0.5])
+    assert len(again.by_scene) == 3
+    assert again.by_scene[2].weights == (0.5, 0.5)
+    assert blend_by_scene([a, b], [[0.5, 0.5]]).digest == blend_styles([a, b], [0.5, 0.5]).digest
+    with pytest.raises(InputError, match="empty"):
+        blend_by_scene([a, b], [])
+
+
+def test_shares_by_scene_are_read():
+    assert parse_shares("0, .5,1") == [0, 0.5, 1]
+    for wrong in ("", "a", "0;1", "2", "-0.1", "nan", "1,,0"):
+        with pytest.raises(InputError, match="scenes"):
+            parse_shares(wrong)

@@ -420,6 +420,8 @@ class _Bars:
         self.bars.stop()
 
     def __call__(self, progress) -> None:
+        if progress.stage == "encode":
+            return
         if progress.stage not in self.tasks:
             self.tasks[progress.stage] = self.bars.add_task(
                 self.TITLES[progress.stage], total=progress.total or None, speed=""

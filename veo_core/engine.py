@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .backbones.base import Backbone
 from .errors import InputError
-from .memory.plan import MemoryPlan, StagePeaks, make_plan, padded_size
+from .memory.plan import MemoryPlan, Policy, StagePeaks, make_plan, padded_size
 from .motion.flow import STRIDE, FlowNet
 from .motion.fusion import MOTION_CHANNELS, TemporalFusion, estimate_motion, latent_motion
 from .options import StylizeOptions
@@ -35,8 +35,8 @@ class Progress:
     """Where a run is.
 
     Attributes:
-        stage: ``survey``, ``denoise`` or ``decode``.
-        done, total: frames of that stage; total is 0 while it is not known.
+        stage: ``survey``, ``encode``, ``denoise`` or ``decode``; encoding and denoising take turns, window by window.
+        done, total: frames that are through that stage; total is 0 while it is not known.
         preview: makes the newest frame ``[3, H, W]`` in 0..1, or None.
     """
 
@@ -110,15 +110,25 @@ class Stylizer:
         changed._traced = self._traced
         return changed
 
-    def plan(self, clip: Clip, options: StylizeOptions, budget: int | None = None) -> MemoryPlan:
-        """Chunk sizes and predicted peaks. Raises BudgetError when the budget (bytes) is too small for any."""
+    def plan(
+        self,
+        clip: Clip,
+        options: StylizeOptions,
+        budget: int | None = None,
+        policy: Policy = "fast",
+        free: int | None = None,
+    ) -> MemoryPlan:
+        """Chunk sizes and predicted peaks; arguments as of :func:`~.memory.plan.make_plan`.
+
+        Raises BudgetError when the budget (bytes) is too small for any.
+        """
         options = options.for_backbone(self.backbone)
         padded = padded_size(clip.size, self.backbone.multiple)
         # Tracing a large model takes seconds; it is the same for every clip of a size.
         other = {"seed": 0, "steps": 1, "denoise": 1.0, "overlap": 0, "min_scene": 1, "detector": "builtin"}
         key = (padded, self.backbone.device, options.model_copy(update=other).model_dump_json())
         peaks = StagePeaks(self.backbone, self.flow, padded, options, self._traced.setdefault(key, {}))
-        return make_plan(peaks, clip.size, budget)
+        return make_plan(peaks, clip.size, budget, policy, free)
 
     @torch.no_grad()
     def denoise(
@@ -148,10 +158,10 @@ class Stylizer:
             progress=lambda n: monitor(Progress("survey", n, 0)),
         )
         timeline = Timeline(seen.scenes, self.backbone.time_factor)
-        condition = self.backbone.condition(style, options, seen)
+        conditions = [self.backbone.condition(s, options, seen) for s in style.by_scene]
         store = self._open_store(clip, style, options, timeline, folder)
         try:
-            self._denoise_into(store, clip, timeline, condition, options, plan, monitor)
+            self._denoise_into(store, clip, timeline, conditions, options, plan, monitor)
         except BaseException:
             store.close()
             raise
@@ -162,7 +172,7 @@ class Stylizer:
         store: RunStore,
         clip: Clip,
         timeline: Timeline,
-        condition: Any,
+        conditions: list[Any],
         options: StylizeOptions,
         plan: MemoryPlan,
         monitor: Monitor,
@@ -176,19 +186,25 @@ class Stylizer:
             return
         with closing(_Sites(self, clip, store, timeline, state, plan.encode_chunk, windows[state.window])) as sites:
             for window in windows[state.window :]:
-                done = Progress("denoise", timeline.frame(window.start + window.shared), total)
-                content, motion = sites.advance(window, lambda done=done: monitor(done))
+                first, scene = timeline.frame(window.start + window.shared), timeline.scene_of(window.start)
+                content, motion = sites.advance(window, lambda done: monitor(Progress("encode", done, total)))
+                fresh = timeline.end_frame(window.end) - first
+
+                def before_step(step: int, first: int = first, fresh: int = fresh) -> None:
+                    monitor(Progress("denoise", first + step * fresh // options.steps, total))
+
                 job = WindowJob(
                     window,
-                    timeline.scene_of(window.start),
+                    scene,
                     [timeline.frame(f) for f in (window.scene.anchor, *range(window.start, window.end))],
                     torch.cat([sites.anchor(window), content]),
                     motion,
                     stride,
                     options,
                     state.carried,
-                    lambda step, done=done: monitor(done),
+                    before_step,
                 )
+                condition = conditions[min(scene, len(conditions) - 1)]
                 latents, state.carried = denoise_window(self.backbone, condition, job)
                 store.write("latents", window.start, latents[: len(latents) - state.carried.overlap])
                 state.window += 1
@@ -363,15 +379,17 @@ class _Sites:
         image = frame.image[None].to(self.backbone.device)
         return F.pad(image, (0, width - w, 0, height - h), mode="replicate")
 
-    def advance(self, window: Window, before_chunk: Callable[[], None]) -> tuple[Tensor, Tensor | None]:
+    def advance(self, window: Window, before_chunk: Callable[[int], None]) -> tuple[Tensor, Tensor | None]:
         """Content latents ``[n, C, h, w]`` of a window, and motion ``[n + 1, 3, h, w]`` in latent pixels.
+
+        ``before_chunk`` is told how many frames of the clip are encoded.
 
         In the batch the anchor stands before the window's first frame; no motion leads from one to the other.
         """
         if not window.shared:
             self.content = self.motion = None
         while self.next < window.end:
-            before_chunk()
+            before_chunk(self.timeline.frame(self.next))
             self._take(window, min(self.chunk or window.end, window.end - self.next))
         if window.start == window.scene.start == window.scene.anchor:
             self.store.save_state(f"anchor-{window.scene.anchor}", {"content": self.content[:1]})

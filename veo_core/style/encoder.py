@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,17 +28,27 @@ class Style:
         weights: share of each, not negative, sum 1.
         weight: how strongly the style as a whole is applied; 0 is none, 1 as it is, more exaggerates.
         prompts: words, for models that read them.
+        scenes: where the style changes along the clip, that of each scene in order; this one is the first of them, and
+            scenes beyond them take the last.
     """
 
     pictures: tuple[Tensor, ...]
     weights: tuple[float, ...]
     weight: float = 1.0
     prompts: Prompts = field(default_factory=Prompts)
+    scenes: tuple[Style, ...] = ()
+
+    @property
+    def by_scene(self) -> tuple[Style, ...]:
+        """The style of each scene in order; those beyond take the last."""
+        return self.scenes or (self,)
 
     @property
     def digest(self) -> str:
         """Hash of pictures, weights and words."""
         hashed = hashlib.sha256(repr((self.weights, self.weight, self.prompts)).encode())
+        for scene in self.scenes:
+            hashed.update(scene.digest.encode())
         for picture in self.pictures:
             hashed.update(repr(tuple(picture.shape)).encode() + picture.mul(255).round().byte().numpy().tobytes())
         return hashed.hexdigest()
@@ -98,10 +108,13 @@ def load_style(
 def blend_styles(styles: list[Style], weights: list[float]) -> Style:
     """One style out of several: all their pictures, each weighing its share in its style times its style's weight.
 
-    Words are joined, weighted where the shares differ. Raises InputError when no style has any weight.
+    Words are joined, weighted where the shares differ. Styles that change by scene are blended scene by scene. Raises
+    InputError when no style has any weight.
     """
     if len(styles) != len(weights) or min(weights) < 0 or not 0 < sum(weights) < float("inf"):
         raise InputError(f"blend weights = {weights} do not fit {len(styles)} styles; none negative, not all 0")
+    if any(s.scenes for s in styles):
+        return blend_by_scene(styles, [weights])
     kept = [(s, w / sum(weights)) for s, w in zip(styles, weights, strict=True) if w]
     pictures = [p for s, _ in kept for p in s.pictures]
     shares = [share * v for s, share in kept for v in s.weights]
@@ -112,6 +125,37 @@ def blend_styles(styles: list[Style], weights: list[float]) -> Style:
         sum(s.weight * share for s, share in kept),
         join_prompts([(s.prompts, share * len(kept)) for s, share in kept]),
     )
+
+
+def blend_by_scene(styles: list[Style], weights: list[list[float]]) -> Style:
+    """Styles in shares of their own in each scene.
+
+    Args:
+        weights: for each scene in order the weight of each style; scenes beyond them take the last.
+
+    Raises:
+        InputError: no scene, or weights that :func:`blend_styles` refuses.
+    """
+    if not weights:
+        raise InputError("the shares of the scenes are empty; give at least one, such as 0, 0.5, 1")
+
+    def last(of: tuple | list, index: int):
+        return of[min(index, len(of) - 1)]
+
+    count = max(len(weights), *(len(s.by_scene) for s in styles))
+    scenes = [blend_styles([last(s.by_scene, i) for s in styles], last(weights, i)) for i in range(count)]
+    return scenes[0] if count == 1 else replace(scenes[0], scenes=tuple(scenes))
+
+
+def parse_shares(text: str) -> list[float]:
+    """Shares by scene, ``0, 0.5, 1``. Raises InputError for what is no number in 0..1."""
+    try:
+        shares = [float(part) for part in text.split(",")]
+    except ValueError as e:
+        raise InputError(f"scenes = {text!r}: give a share from 0 to 1 for each scene, such as 0, 0.5, 1") from e
+    if not all(0 <= s <= 1 for s in shares):
+        raise InputError(f"scenes = {text!r}: shares go from 0 to 1, such as 0, 0.5, 1")
+    return shares
 
 
 def _load_picture(path: Path) -> Tensor:
