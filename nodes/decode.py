@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
+from dataclasses import replace
 
-import folder_paths
 from comfy_api.latest import io
 
+from .files import output_format, quality_inputs, temporary_folder
 from .progress import CanvasMonitor
-from .types import CATEGORY, LazyAudio, VeoModel
+from .types import VeoMemory, VeoModel, schema, track_of
 
 
 class VAEDecode(io.ComfyNode):
@@ -17,41 +16,48 @@ class VAEDecode(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
+            ["decode video", "latent to video"],
             node_id="VeoStyleVAEDecode",
             display_name="VAE Decode to Video (VeoStyle)",
-            category=CATEGORY,
-            description="Decodes to a video file without holding it in memory. Save or preview it with ComfyUI's own nodes.",
+            description="Decodes to a video file without holding it in memory. Save it with Save Video (VeoStyle) or core's.",
             inputs=[
                 io.Latent.Input("latent", tooltip="From the ST-Norm Denoiser."),
                 VeoModel.Input("model", tooltip="The model that made the latent."),
                 io.Audio.Input(
                     "audio",
                     optional=True,
-                    tooltip="What goes beside the pictures; copied unchanged when it comes from Load Video (VeoStyle).",
+                    tooltip="What goes beside the pictures; copied unchanged where it comes from a file and the codec's container "
+                    "takes it.",
                 ),
+                io.Combo.Input(
+                    "codec",
+                    options=["h264", "h265", "vp9", "av1", "prores4444", "ffv1"],
+                    default="h264",
+                    optional=True,
+                    tooltip="Of the video's file. Save Video (VeoStyle) on auto copies it as it is; ffv1 loses nothing.",
+                ),
+                *quality_inputs(),
             ],
-            outputs=[io.Video.Output(display_name="video")],
+            outputs=[
+                io.Video.Output(display_name="video", tooltip="In a file; nothing of it is held in memory."),
+                VeoMemory.Output(display_name="memory", tooltip="What the run took, for Memory Report."),
+            ],
             hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
-    def execute(cls, latent, model, audio=None) -> io.NodeOutput:
+    def execute(cls, latent, model, audio=None, codec="h264", crf=-1, deep=False) -> io.NodeOutput:
         from comfy_api.input_impl import VideoFromFile
 
         from ..veo_core.engine import latents_of
+        from ..veo_core.memory.watch import MemoryWatch
         from ..veo_core.render import render
-        from ..veo_core.video.audio import Waveform
 
-        stylised = latents_of(latent)
-        if isinstance(audio, LazyAudio):
-            audio = audio.track
-        elif audio is not None:
-            audio = Waveform(audio["waveform"][0].float().cpu().numpy(), audio["sample_rate"])
-        temp = Path(folder_paths.get_temp_directory())
-        temp.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix="veostyle_", dir=temp))
+        stylised, memory = latents_of(latent), latent["veo_memory"]
+        output = output_format(codec, crf, deep)
+        path = temporary_folder() / f"{stylised.clip.path.stem}{output.suffix}"
         model.to_device(max(stylised.plan.stages.values()))
-        monitor = CanvasMonitor(cls.hidden.unique_id)
-        path = render(model.engine, stylised, folder / f"{stylised.clip.path.stem}.mp4", audio=audio, monitor=monitor)
-        return io.NodeOutput(VideoFromFile(str(path)))
+        with MemoryWatch(stylised.plan, CanvasMonitor(cls.hidden.unique_id)) as watch:
+            render(model.engine, stylised, path, output, audio=track_of(audio), monitor=watch)
+        return io.NodeOutput(VideoFromFile(str(path)), replace(memory, traces=(*memory.traces, watch.trace)))

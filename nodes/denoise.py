@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import folder_paths
 from comfy_api.latest import io
 
 from .progress import CanvasMonitor
-from .types import CATEGORY, VeoClip, VeoModel, VeoStyle
+from .types import VeoClip, VeoMemory, VeoModel, VeoStyle, schema
 
 
 class STNormDenoiser(io.ComfyNode):
@@ -18,15 +19,15 @@ class STNormDenoiser(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         from ..veo_core.style.injection import PRESETS
 
-        return io.Schema(
+        return schema(
+            ["style transfer", "stylize video", "video to video", "vid2vid", "ksampler video", "restyle"],
             node_id="VeoStyleSTNormDenoiser",
             display_name="ST-Norm Denoiser (VeoStyle)",
-            category=CATEGORY,
             description="Stylises a clip so that the style holds still; an interrupted run goes on where it stopped.",
             inputs=[
-                VeoModel.Input("model"),
-                VeoClip.Input("clip"),
-                VeoStyle.Input("style"),
+                VeoModel.Input("model", tooltip="From Load Model or Model from ComfyUI."),
+                VeoClip.Input("clip", tooltip="The source; its motion and its cuts are kept."),
+                VeoStyle.Input("style", tooltip="From Style Encoder or Style Blend."),
                 io.Int.Input(
                     "steps", default=0, min=0, max=1000, tooltip="Denoising steps; 0 is the model's own number."
                 ),
@@ -53,7 +54,7 @@ class STNormDenoiser(io.ComfyNode):
                     min=0,
                     max=0xFFFFFFFFFFFFFFFF,
                     control_after_generate=True,
-                    tooltip="Of the noise. veo-mini starts from the source and uses none.",
+                    tooltip="Of the noise; veo-mini starts from the source and has no noise. A new seed is a new run.",
                 ),
                 io.Combo.Input(
                     "preset",
@@ -76,7 +77,7 @@ class STNormDenoiser(io.ComfyNode):
                     "inversion",
                     default=False,
                     optional=True,
-                    tooltip="Start from DDIM inversion of the source in place of fresh noise: closer to it, twice the time. "
+                    tooltip="Start from DDIM inversion of the source in place of fresh noise: closer to it, and slower. "
                     "For checkpoints of Load Model (VeoStyle).",
                 ),
                 io.Int.Input(
@@ -85,7 +86,7 @@ class STNormDenoiser(io.ComfyNode):
                     min=0,
                     max=256,
                     optional=True,
-                    tooltip="Frames denoised together; 0 is the model's own. Fewer take less memory.",
+                    tooltip="Frames denoised together, 2 to 256; 0 is the model's own. Fewer take less memory.",
                 ),
                 io.String.Input(
                     "knobs",
@@ -94,8 +95,15 @@ class STNormDenoiser(io.ComfyNode):
                     tooltip="Of the preset, set otherwise: query=0.6, temperature=1.2, adain=key_value, sources=self+anchor+next, "
                     "layers=0.2+1, norm=0, ...",
                 ),
+                VeoMemory.Input(
+                    "memory", optional=True, tooltip="From Memory Pool; without it, the device's memory less 15 %."
+                ),
             ],
-            outputs=[io.Latent.Output(display_name="latent")],
+            outputs=[
+                io.Latent.Output(
+                    display_name="latent", tooltip="For VAE Decode to Video; kept on disk, whatever its length."
+                )
+            ],
             hidden=[io.Hidden.unique_id],
         )
 
@@ -114,7 +122,9 @@ class STNormDenoiser(io.ComfyNode):
         inversion=False,
         window=0,
         knobs="",
+        memory=None,
     ) -> io.NodeOutput:
+        from ..veo_core.memory.watch import MemoryWatch, RunMemory
         from ..veo_core.options import parse_options
         from ..veo_core.store import prune
 
@@ -131,9 +141,11 @@ class STNormDenoiser(io.ComfyNode):
         )
         folder = Path(folder_paths.get_output_directory()) / ".veostyle"
         prune(folder, keep=8)
-        model.to_device(0)
-        plan = model.engine.plan(clip, options, model.budget())
+        memory = memory or RunMemory()
+        plan = model.plan(clip, options, memory)
         model.to_device(max(plan.stages.values()))
-        latents = model.engine.denoise(clip, style, options, folder, plan, CanvasMonitor(cls.hidden.unique_id))
+        with MemoryWatch(plan, CanvasMonitor(cls.hidden.unique_id)) as watch:
+            latents = model.engine.denoise(clip, style, options, folder, plan, watch)
         latents.store.close()
-        return io.NodeOutput({"samples": latents.samples, "veo": latents})
+        memory = replace(memory, plan=plan, traces=(watch.trace,))
+        return io.NodeOutput({"samples": latents.samples, "veo": latents, "veo_memory": memory})

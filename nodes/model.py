@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 import folder_paths
 from comfy_api.latest import io
 
-from .types import CATEGORY, LoadedModel, VeoModel, patcher_of
+from .progress import show_text
+from .types import LoadedModel, VeoModel, patcher_of, schema
 
 if TYPE_CHECKING:
     from ..veo_core.backbones import Backbone
     from ..veo_core.backbones.stable_diffusion.backbone import StableDiffusionBackbone
 
 BUNDLED, NONE, AUTO = "veo-mini", "none", "auto"
+SAMPLER = "dpmpp_2m"
 
 
 class LoadModel(io.ComfyNode):
@@ -27,10 +29,10 @@ class LoadModel(io.ComfyNode):
         from ..veo_core.sampling.schedule import PREDICTIONS, SAMPLERS, SPACINGS
 
         checkpoints = [n for n in folder_paths.get_filename_list("checkpoints") if n.endswith((".safetensors", ".sft"))]
-        return io.Schema(
+        return schema(
+            ["load checkpoint", "veo-mini", "animatediff", "sd15", "sdxl"],
             node_id="VeoStyleLoadModel",
             display_name="Load Model (VeoStyle)",
-            category=CATEGORY,
             description="veo-mini comes with the pack and works offline; SD 1.5 and SDXL checkpoints are yours.",
             inputs=[
                 io.Combo.Input(
@@ -42,7 +44,7 @@ class LoadModel(io.ComfyNode):
                 io.Combo.Input(
                     "sampler",
                     options=list(SAMPLERS),
-                    default="dpmpp_2m",
+                    default=SAMPLER,
                     optional=True,
                     tooltip="For Stable Diffusion; veo-mini has its own.",
                 ),
@@ -70,15 +72,24 @@ class LoadModel(io.ComfyNode):
                     options=[AUTO, *PREDICTIONS],
                     default=AUTO,
                     optional=True,
-                    tooltip="What the checkpoint was trained to predict; auto goes by its marks. Burnt results mean the other.",
+                    tooltip="What the checkpoint was trained to predict; auto goes by its marks. If results look burnt, it is "
+                    "another.",
                 ),
             ],
-            outputs=[VeoModel.Output(display_name="model")],
+            outputs=[VeoModel.Output(display_name="model", tooltip="For the denoiser and the decoder.")],
         )
 
     @classmethod
+    def validate_inputs(cls, path="", motion_module=""):
+        return missing(path=path, motion_module=motion_module)
+
+    @classmethod
+    def fingerprint_inputs(cls, model, path="", motion_module="", **settings):
+        return states(path or folder_paths.get_full_path("checkpoints", model), motion_module)
+
+    @classmethod
     def execute(
-        cls, model, sampler="dpmpp_2m", scheduler=AUTO, path="", motion_module="", prediction=AUTO
+        cls, model, sampler=SAMPLER, scheduler=AUTO, path="", motion_module="", prediction=AUTO
     ) -> io.NodeOutput:
         import comfy.model_management as management
         import torch
@@ -94,7 +105,7 @@ class LoadModel(io.ComfyNode):
             file,
             cpu,
             torch.float16 if half else torch.float32,
-            sampler=sampler,
+            sampler=None if sampler == SAMPLER else sampler,
             scheduler=None if scheduler == AUTO else scheduler,
             prediction=None if prediction == AUTO else prediction,
             motion=Path(motion_module) if motion_module else None,
@@ -108,13 +119,13 @@ class LoRAInjector(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         files = [n for n in folder_paths.get_filename_list("loras") if n.endswith((".safetensors", ".sft"))]
-        return io.Schema(
+        return schema(
+            ["load lora", "lora loader", "lycoris", "dora"],
             node_id="VeoStyleLoRAInjector",
             display_name="LoRA Injector (VeoStyle)",
-            category=CATEGORY,
             description="kohya, diffusers, PEFT and LyCORIS (LoHa, LoKr), DoRA too, on a checkpoint of Load Model (VeoStyle).",
             inputs=[
-                VeoModel.Input("model"),
+                VeoModel.Input("model", tooltip="A checkpoint of Load Model, with other LoRAs on it or none."),
                 io.Combo.Input(
                     "lora", options=[NONE, *files], default=NONE, tooltip="From ComfyUI's loras folder; or give a path."
                 ),
@@ -137,8 +148,20 @@ class LoRAInjector(io.ComfyNode):
                     "path", default="", optional=True, tooltip="A file or PEFT folder anywhere, in place of the list."
                 ),
             ],
-            outputs=[VeoModel.Output(display_name="model"), io.String.Output(display_name="report")],
+            outputs=[
+                VeoModel.Output(display_name="model", tooltip="The model with this LoRA beside its weights."),
+                io.String.Output(display_name="report", tooltip="Which of the file's keys found their place."),
+            ],
+            hidden=[io.Hidden.unique_id],
         )
+
+    @classmethod
+    def validate_inputs(cls, path=""):
+        return missing(path=path)
+
+    @classmethod
+    def fingerprint_inputs(cls, lora, path="", **settings):
+        return states(path or folder_paths.get_full_path("loras", lora))
 
     @classmethod
     def execute(cls, model, lora, strength, steps="", scenes="", path="") -> io.NodeOutput:
@@ -150,7 +173,9 @@ class LoRAInjector(io.ComfyNode):
         changed = adaptable(model, "LoRA", "ComfyUI's LoraLoader before Model from ComfyUI").with_lora(
             file, strength, steps, scenes
         )
-        return io.NodeOutput(model.with_backbone(changed), changed.loras[-1].report)
+        report = changed.loras[-1].report
+        show_text(report, cls.hidden.unique_id)
+        return io.NodeOutput(model.with_backbone(changed), report)
 
 
 class IPAdapterLoader(io.ComfyNode):
@@ -159,26 +184,36 @@ class IPAdapterLoader(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         encoders = [n for n in folder_paths.get_filename_list("clip_vision") if n.endswith((".safetensors", ".sft"))]
-        return io.Schema(
+        return schema(
+            ["ipadapter", "image prompt", "instantstyle"],
             node_id="VeoStyleIPAdapter",
             display_name="IP-Adapter (VeoStyle)",
-            category=CATEGORY,
             description="Style pictures through an IP-Adapter (plain or plus) on a checkpoint of Load Model (VeoStyle).",
             inputs=[
-                VeoModel.Input("model"),
+                VeoModel.Input("model", tooltip="A checkpoint of Load Model."),
                 io.String.Input("path", default="", tooltip="Path of the IP-Adapter, safetensors."),
                 io.Combo.Input(
-                    "clip_vision", options=encoders, tooltip="The image encoder it was made with: ViT-H, or ViT-bigG."
+                    "clip_vision",
+                    options=encoders or [""],
+                    tooltip="The image encoder it was made with: ViT-H, or ViT-bigG.",
                 ),
                 io.Combo.Input(
                     "blocks",
                     options=["all", "style"],
                     default="style",
-                    tooltip="style leaves layout to the source (InstantStyle), all copies more of the picture.",
+                    tooltip="style leaves layout to the source (InstantStyle), all copies more of the style picture.",
                 ),
             ],
-            outputs=[VeoModel.Output(display_name="model")],
+            outputs=[VeoModel.Output(display_name="model", tooltip="The model with the adapter.")],
         )
+
+    @classmethod
+    def validate_inputs(cls, path):
+        return missing(path=path) if path or path is None else "path is empty; give the path of an IP-Adapter"
+
+    @classmethod
+    def fingerprint_inputs(cls, path, clip_vision, **settings):
+        return states(path, folder_paths.get_full_path("clip_vision", clip_vision))
 
     @classmethod
     def execute(cls, model, path, clip_vision, blocks) -> io.NodeOutput:
@@ -197,10 +232,10 @@ class ModelFromComfy(io.ComfyNode):
         import comfy.samplers
 
         samplers, schedulers = comfy.samplers.KSampler.SAMPLERS, comfy.samplers.KSampler.SCHEDULERS
-        return io.Schema(
+        return schema(
+            ["model adapter", "wan", "ltxv", "sdxl", "sd15", "unet"],
             node_id="VeoStyleModelFromComfy",
             display_name="Model from ComfyUI (VeoStyle)",
-            category=CATEGORY,
             description="SD 1.5, SDXL, Wan or LTXV from ComfyUI's loaders, with the LoRA and patches on it.",
             inputs=[
                 io.Model.Input("model", tooltip="SD 1.5, SDXL, Wan 2.1, Wan 2.2 or LTXV; LoRA loaders go before this."),
@@ -209,7 +244,7 @@ class ModelFromComfy(io.ComfyNode):
                 io.Combo.Input("sampler_name", options=samplers, default="dpmpp_2m", tooltip="As in KSampler."),
                 io.Combo.Input("scheduler", options=schedulers, default="karras", tooltip="As in KSampler."),
             ],
-            outputs=[VeoModel.Output(display_name="model")],
+            outputs=[VeoModel.Output(display_name="model", tooltip="For the denoiser and the decoder.")],
             hidden=[io.Hidden.unique_id, io.Hidden.prompt],
         )
 
@@ -220,6 +255,23 @@ class ModelFromComfy(io.ComfyNode):
         identity = ancestry(cls.hidden.prompt or {}, str(cls.hidden.unique_id))
         backbone = ComfyBackbone(model, vae, clip, sampler_name, scheduler, identity)
         return io.NodeOutput(loaded(backbone))
+
+
+def missing(**paths: str | None) -> bool | str:
+    """True, or which of these paths is not there; empty ones, and those that another node gives, are not looked at."""
+    gone = [
+        f"{name} = {path} does not exist; give another path"
+        for name, path in paths.items()
+        if path and not Path(path).exists()
+    ]
+    return "; ".join(gone) or True
+
+
+def states(*paths: str | None) -> str:
+    """Changes when one of these files does."""
+    from ..veo_core.weights_file import file_state
+
+    return " ".join(file_state(Path(path)) for path in paths if path)
 
 
 def ancestry(prompt: dict, node_id: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
-from .types import CATEGORY, VeoStyle
+from .types import VeoStyle, schema
 
 
 class Encoder(io.ComfyNode):
@@ -12,10 +12,10 @@ class Encoder(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
+            ["style image", "style prompt", "style reference", "text style"],
             node_id="VeoStyleEncoder",
             display_name="Style Encoder (VeoStyle)",
-            category=CATEGORY,
             description="A style: a picture, a batch of pictures to blend, words, or both.",
             inputs=[
                 io.Image.Input("images", optional=True, tooltip="Style picture, or a batch to blend in equal parts."),
@@ -33,13 +33,13 @@ class Encoder(io.ComfyNode):
                     multiline=True,
                     optional=True,
                     tooltip="Style in words, for Stable Diffusion and other models that read them; veo-mini does not. "
-                    "Lines may begin with @scene 2, @48 (a frame) or @2.5s. (words:1.3) weigh more.",
+                    "Lines may be for a scene, a frame or a time only, and words may weigh more; the node's help shows how.",
                 ),
                 io.String.Input(
                     "negative", default="", multiline=True, optional=True, tooltip="What is not wanted, in words."
                 ),
             ],
-            outputs=[VeoStyle.Output(display_name="style")],
+            outputs=[VeoStyle.Output(display_name="style", tooltip="For the denoiser, or to blend.")],
         )
 
     @classmethod
@@ -56,23 +56,31 @@ class Blend(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
+            ["mix styles", "combine styles", "style interpolation"],
             node_id="VeoStyleBlend",
             display_name="Style Blend (VeoStyle)",
-            category=CATEGORY,
-            description="Two styles as one, pictures and words.",
+            description="Two styles as one, pictures and words; the same shares throughout, or others in each scene.",
             inputs=[
-                VeoStyle.Input("style_a"),
-                VeoStyle.Input("style_b"),
+                VeoStyle.Input("style_a", tooltip="The first style."),
+                VeoStyle.Input("style_b", tooltip="The second style."),
                 io.Float.Input(
                     "share_b", default=0.5, min=0.0, max=1.0, step=0.01, tooltip="Share of style_b; 0 is style_a alone."
                 ),
+                io.String.Input(
+                    "scenes",
+                    default="",
+                    optional=True,
+                    tooltip="Share of style_b in each scene in order, such as 0, 0.5, 1; later scenes take the last. In place "
+                    "of share_b.",
+                ),
             ],
-            outputs=[VeoStyle.Output(display_name="style")],
+            outputs=[VeoStyle.Output(display_name="style", tooltip="For the denoiser, or to blend again.")],
         )
 
     @classmethod
-    def execute(cls, style_a, style_b, share_b) -> io.NodeOutput:
-        from ..veo_core.style.encoder import blend_styles
+    def execute(cls, style_a, style_b, share_b, scenes="") -> io.NodeOutput:
+        from ..veo_core.style.encoder import blend_by_scene, parse_shares
 
-        return io.NodeOutput(blend_styles([style_a, style_b], [1 - share_b, share_b]))
+        shares = parse_shares(scenes) if scenes.strip() else [share_b]
+        return io.NodeOutput(blend_by_scene([style_a, style_b], [[1 - share, share] for share in shares]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,12 +12,24 @@ from comfy_api.latest import io
 if TYPE_CHECKING:
     from ..veo_core.backbones import Backbone
     from ..veo_core.engine import Stylizer
-    from ..veo_core.video.audio import AudioTrack
+    from ..veo_core.memory.plan import MemoryPlan
+    from ..veo_core.memory.watch import RunMemory
+    from ..veo_core.options import StylizeOptions
+    from ..veo_core.video.audio import AudioTrack, Waveform
+    from ..veo_core.video.reader import Clip
 
 CATEGORY = "VeoStyle"
 VeoClip = io.Custom("VEO_CLIP")
 VeoStyle = io.Custom("VEO_STYLE")
 VeoModel = io.Custom("VEO_MODEL")
+VeoMemory = io.Custom("VEO_MEMORY")
+
+
+def schema(search_aliases: list[str], **settings: Any) -> io.Schema:
+    """A node's schema in the pack's category; what only newer cores know is left out on older ones."""
+    if "search_aliases" in inspect.signature(io.Schema).parameters:
+        settings["search_aliases"] = search_aliases
+    return io.Schema(category=CATEGORY, **settings)
 
 
 @dataclass
@@ -36,14 +49,13 @@ class LoadedModel:
         """The same networks under another backbone, with some more to move."""
         return LoadedModel(self.engine.with_backbone(backbone), [*self.patchers, *map(patcher_of, modules)])
 
-    def budget(self) -> int:
-        """Bytes that a run may take: all of the device's memory less a reserve, since ComfyUI makes room on demand."""
-        import comfy.model_management
+    def plan(self, clip: Clip, options: StylizeOptions, memory: RunMemory) -> MemoryPlan:
+        """The plan of a run. All of the device's memory counts as free, since ComfyUI makes room on demand."""
+        import comfy.model_management as management
 
-        from ..veo_core.memory.plan import RESERVE
-
-        device = comfy.model_management.get_torch_device()
-        return int(comfy.model_management.get_total_memory(device) * (1 - RESERVE))
+        self.to_device(0)
+        free = int(management.get_total_memory(management.get_torch_device()))
+        return self.engine.plan(clip, options, memory.budget, memory.policy, free)
 
 
 def patcher_of(module: Any) -> Any:
@@ -53,6 +65,15 @@ def patcher_of(module: Any) -> Any:
 
     wrap = getattr(comfy.model_patcher, "CoreModelPatcher", comfy.model_patcher.ModelPatcher)
     return wrap(module, load_device=management.get_torch_device(), offload_device=management.unet_offload_device())
+
+
+def track_of(audio: Any) -> AudioTrack | Waveform | None:
+    """An AUDIO as the engine takes it; what was read from a file stays there."""
+    if isinstance(audio, LazyAudio) or audio is None:
+        return audio and audio.track
+    from ..veo_core.video.audio import Waveform
+
+    return Waveform(audio["waveform"][0].float().cpu().numpy(), audio["sample_rate"])
 
 
 class LazyAudio(Mapping):

@@ -1,4 +1,4 @@
-"""Videos into clips, and frames out of videos."""
+"""Videos into clips, and the scenes of a clip."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import folder_paths
-from comfy_api.latest import io
+from comfy_api.latest import io, ui
 
-from .types import CATEGORY, LazyAudio, VeoClip
+from .progress import CanvasMonitor, show_text
+from .types import LazyAudio, VeoClip, schema
 
 if TYPE_CHECKING:
     from ..veo_core.video.reader import Clip
@@ -17,6 +18,34 @@ if TYPE_CHECKING:
 
 def _located(file: str, path: str) -> Path:
     return Path(path) if path else Path(folder_paths.get_annotated_filepath(file))
+
+
+def opened(
+    file: str = "",
+    start: float = 0.0,
+    duration: float = 0.0,
+    force_rate: float = 0.0,
+    every_nth: int = 1,
+    frame_cap: int = 0,
+    width: int = 0,
+    height: int = 0,
+    fit: str = "crop",
+    path: str = "",
+) -> Clip:
+    """The clip that the inputs of Load Video describe."""
+    from ..veo_core.video.reader import open_clip
+
+    return open_clip(
+        _located(file, path),
+        start=start,
+        duration=duration,
+        rate=force_rate,
+        every_nth=every_nth,
+        max_frames=frame_cap,
+        width=width,
+        height=height,
+        fit=fit,
+    )
 
 
 class LoadVideo(io.ComfyNode):
@@ -27,14 +56,17 @@ class LoadVideo(io.ComfyNode):
         folder = folder_paths.get_input_directory()
         files = [f for f in os.listdir(folder) if os.path.isfile(os.path.join(folder, f))]
         files = sorted(folder_paths.filter_files_content_types(files, ["video"]))
-        return io.Schema(
+        return schema(
+            ["video loader", "open video", "import video", "trim video", "vhs load video"],
             node_id="VeoStyleLoadVideo",
             display_name="Load Video (VeoStyle)",
-            category=CATEGORY,
             description="Opens a video without loading it: any length takes the same memory.",
             inputs=[
                 io.Combo.Input(
-                    "file", options=files, upload=io.UploadType.video, tooltip="Video in ComfyUI's input folder."
+                    "file",
+                    options=files or [""],
+                    upload=io.UploadType.video,
+                    tooltip="Video in ComfyUI's input folder; upload one, or drop it on the node.",
                 ),
                 io.Float.Input("start", default=0.0, min=0.0, max=1e6, step=0.01, tooltip="Seconds to skip."),
                 io.Float.Input(
@@ -74,9 +106,11 @@ class LoadVideo(io.ComfyNode):
                 ),
             ],
             outputs=[
-                VeoClip.Output(display_name="clip"),
-                io.Audio.Output(display_name="audio"),
-                io.String.Output(display_name="info"),
+                VeoClip.Output(display_name="clip", tooltip="The piece of video, described and not loaded."),
+                io.Audio.Output(
+                    display_name="audio", tooltip="Its sound over start and duration; empty where it has none."
+                ),
+                io.String.Output(display_name="info", tooltip="Size, rate, length and codecs, in words."),
             ],
         )
 
@@ -99,23 +133,11 @@ class LoadVideo(io.ComfyNode):
         return str(source_identity(_located(file, path)))
 
     @classmethod
-    def execute(
-        cls, file, start, duration, force_rate, every_nth, frame_cap, width, height, fit, path=""
-    ) -> io.NodeOutput:
+    def execute(cls, **inputs) -> io.NodeOutput:
         from ..veo_core.video.audio import clip_audio
-        from ..veo_core.video.reader import describe, open_clip
+        from ..veo_core.video.reader import describe
 
-        clip = open_clip(
-            _located(file, path),
-            start=start,
-            duration=duration,
-            rate=force_rate,
-            every_nth=every_nth,
-            max_frames=frame_cap,
-            width=width,
-            height=height,
-            fit=fit,
-        )
+        clip = opened(**inputs)
         track = clip_audio(clip)
         return io.NodeOutput(clip, LazyAudio(track) if track else None, describe(clip))
 
@@ -125,13 +147,16 @@ class ClipFromVideo(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
+            ["video to clip", "convert video"],
             node_id="VeoStyleClipFromVideo",
             display_name="Clip from Video (VeoStyle)",
-            category=CATEGORY,
             description="A VIDEO of any node as a clip, with its audio. A video in a file is not loaded.",
-            inputs=[io.Video.Input("video")],
-            outputs=[VeoClip.Output(display_name="clip"), io.Audio.Output(display_name="audio")],
+            inputs=[io.Video.Input("video", tooltip="From core's Load Video, or any node that makes a VIDEO.")],
+            outputs=[
+                VeoClip.Output(display_name="clip", tooltip="The video, described and not loaded."),
+                io.Audio.Output(display_name="audio", tooltip="Its sound; empty where it has none."),
+            ],
         )
 
     @classmethod
@@ -148,16 +173,16 @@ class ClipFromImages(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
+            ["images to clip", "frames to video"],
             node_id="VeoStyleClipFromImages",
             display_name="Clip from Images (VeoStyle)",
-            category=CATEGORY,
             description="A batch of frames as a clip.",
             inputs=[
                 io.Image.Input("images", tooltip="Frames in order."),
                 io.Float.Input("rate", default=24.0, min=0.01, max=240.0, step=0.001, tooltip="Frames per second."),
             ],
-            outputs=[VeoClip.Output(display_name="clip")],
+            outputs=[VeoClip.Output(display_name="clip", tooltip="The frames, in a lossless file.")],
         )
 
     @classmethod
@@ -169,30 +194,39 @@ class ClipFromImages(io.ComfyNode):
         return io.NodeOutput(open_clip(path))
 
 
-class Frames(io.ComfyNode):
-    """Some frames of a video as pictures."""
+class Scenes(io.ComfyNode):
+    """The scenes of a clip, as the denoiser finds them."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="VeoStyleFrames",
-            display_name="Frames (VeoStyle)",
-            category=CATEGORY,
-            description="Frames of a VIDEO as an IMAGE batch, without decoding what comes after them.",
-            inputs=[
-                io.Video.Input("video"),
-                io.Int.Input("first", default=0, min=0, max=10_000_000, tooltip="Index of the first frame, from 0."),
-                io.Int.Input("count", default=1, min=1, max=100_000, tooltip="How many; fewer where the video ends."),
+        return schema(
+            ["contact sheet", "cut detection", "shot detection", "scene list"],
+            node_id="VeoStyleScenes",
+            display_name="Scenes (VeoStyle)",
+            description="Finds the cuts of a clip: a contact sheet, where each scene begins, and which one it returns to.",
+            inputs=[VeoClip.Input("clip", tooltip="The clip to look through.")],
+            outputs=[
+                io.Image.Output(display_name="sheet", tooltip="The middle frame of each scene."),
+                io.String.Output(
+                    display_name="scenes",
+                    tooltip="How many there are, and a line for each: its seconds, its frames, and the scene that it returns to.",
+                ),
             ],
-            outputs=[io.Image.Output(display_name="images")],
+            hidden=[io.Hidden.unique_id],
+            is_output_node=True,
         )
 
     @classmethod
-    def execute(cls, video, first, count) -> io.NodeOutput:
-        from ..veo_core.video.reader import read_frames
+    def execute(cls, clip) -> io.NodeOutput:
+        from ..veo_core.video.scenes import survey
+        from ..veo_core.video.sheet import contact_sheet, describe_scenes
 
-        clip, _ = clip_of(video)
-        return io.NodeOutput(read_frames(clip, first, count).movedim(1, -1))
+        count = CanvasMonitor(cls.hidden.unique_id).counter("survey")
+        seen = survey(clip, progress=lambda done: count(done, 0))
+        sheet = contact_sheet(clip, seen)[None]
+        text = describe_scenes(seen)
+        show_text(text, cls.hidden.unique_id)
+        return io.NodeOutput(sheet, text, ui=ui.PreviewImage(sheet))
 
 
 def clip_of(video) -> tuple[Clip, dict | None]:

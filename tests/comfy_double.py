@@ -42,7 +42,7 @@ class Schema:
 
 
 class ComfyNode:
-    hidden = types.SimpleNamespace(unique_id="1", prompt=None)
+    hidden = types.SimpleNamespace(unique_id="1", prompt={"1": {}}, extra_pnginfo={"workflow": {"nodes": []}})
 
 
 class NodeOutput:
@@ -74,9 +74,17 @@ class Interrupted(BaseException):
     """The new core's InterruptProcessingException is a BaseException too."""
 
 
+def _save_place(folder: Path, prefix: str):
+    """Core's: folder, name, a number that is free, subfolder, prefix."""
+    place = folder / Path(prefix).parent
+    place.mkdir(parents=True, exist_ok=True)
+    name = Path(prefix).name
+    return str(place), name, len(list(place.glob(f"{name}_*"))) + 1, str(Path(prefix).parent), prefix
+
+
 def install(monkeypatch, root: Path) -> types.SimpleNamespace:
     """Puts the double's modules into ``sys.modules``; folders are made under ``root``."""
-    state = types.SimpleNamespace(interrupted=False, updates=[], loaded=[], root=root)
+    state = types.SimpleNamespace(interrupted=False, updates=[], loaded=[], texts=[], routes={}, root=root)
     folders = {name: root / name for name in ("input", "output", "temp")}
     for folder in folders.values():
         folder.mkdir(exist_ok=True)
@@ -95,7 +103,9 @@ def install(monkeypatch, root: Path) -> types.SimpleNamespace:
         ComfyNode=ComfyNode,
         NodeOutput=NodeOutput,
         Custom=_type,
-        Hidden=Enum("Hidden", {"unique_id": "UNIQUE_ID", "prompt": "PROMPT"}),
+        Hidden=Enum("Hidden", {"unique_id": "UNIQUE_ID", "prompt": "PROMPT", "extra_pnginfo": "EXTRA_PNGINFO"}),
+        HiddenHolder=types.SimpleNamespace,
+        FolderType=Enum("FolderType", {"output": "output", "temp": "temp"}),
         UploadType=Enum("UploadType", {"video": "video_upload", "image": "image_upload"}),
         **{
             n: _type(n.upper())
@@ -116,7 +126,16 @@ def install(monkeypatch, root: Path) -> types.SimpleNamespace:
         },
     )
     module("comfy_api")
-    module("comfy_api.latest", io=io, ComfyExtension=type("ComfyExtension", (), {}))
+    ui = types.SimpleNamespace(
+        SavedResult=lambda filename, subfolder, type: {
+            "filename": filename,
+            "subfolder": subfolder,
+            "type": type.value,
+        },
+        PreviewImage=lambda image: {"images": tuple(image.shape)},
+        PreviewVideo=lambda values: {"images": values, "animated": (True,)},
+    )
+    module("comfy_api.latest", io=io, ui=ui, ComfyExtension=type("ComfyExtension", (), {}))
     module("comfy_api.input_impl", VideoFromFile=VideoFromFile, VideoFromComponents=VideoFromComponents)
     module(
         "folder_paths",
@@ -128,9 +147,15 @@ def install(monkeypatch, root: Path) -> types.SimpleNamespace:
         get_filename_list=lambda kind: sorted(
             p.name for p in (root / "models" / kind).glob("*") if (root / "models" / kind).is_dir()
         ),
+        get_full_path=lambda kind, name: str(root / "models" / kind / name),
+        get_save_image_path=lambda prefix, folder, width, height: _save_place(Path(folder), prefix),
         get_full_path_or_raise=lambda kind, name: str(root / "models" / kind / name),
         filter_files_content_types=lambda files, wanted: [f for f in files if kind(f, wanted)],
     )
+
+    routes = types.SimpleNamespace(post=lambda path: lambda handler: state.routes.setdefault(path, handler))
+    server = types.SimpleNamespace(routes=routes, send_progress_text=lambda text, node: state.texts.append(text))
+    module("server", PromptServer=types.SimpleNamespace(instance=server))
 
     def check():
         if state.interrupted:
@@ -159,7 +184,9 @@ def install(monkeypatch, root: Path) -> types.SimpleNamespace:
     )
     patcher = module("comfy.model_patcher", ModelPatcher=ModelPatcher)
     utils = module("comfy.utils", ProgressBar=ProgressBar)
-    lists = types.SimpleNamespace(SAMPLERS=["euler", "dpmpp_2m"], SCHEDULERS=["normal", "karras"])
+    lists = types.SimpleNamespace(SAMPLERS=["euler", "dpmpp_2m", "uni_pc"], SCHEDULERS=["normal", "karras", "simple"])
     samplers = module("comfy.samplers", KSampler=lists)
+    args = types.SimpleNamespace(disable_metadata=False)
+    module("comfy.cli_args", args=args)
     module("comfy", model_management=management, model_patcher=patcher, utils=utils, samplers=samplers)
     return state

@@ -45,10 +45,32 @@ def run(state, **inputs):
     return results
 
 
+def load(state, file="in.mp4", **settings):
+    """Load Video with its defaults."""
+    node = state.nodes["VeoStyleLoadVideo"]
+    defaults = {p.id: p.settings.get("default") for p in node.define_schema().inputs}
+    return node.execute(**defaults | {"file": file} | settings)
+
+
 def schema_facts(node):
     schema = node.define_schema()
     inputs = [[p.id, p.kind, bool(p.optional)] for p in schema.inputs]
     return {"inputs": inputs, "outputs": [[p.kind, p.settings.get("display_name")] for p in schema.outputs]}
+
+
+def node_texts(node):
+    """What the editor shows of a node, in the form of a nodeDefs.json."""
+    schema = node.define_schema()
+
+    def told(port, name):
+        return {"name": name} | ({"tooltip": t} if (t := port.settings.get("tooltip")) else {})
+
+    return {
+        "display_name": schema.display_name,
+        "description": schema.description,
+        "inputs": {p.id: told(p, p.id) for p in schema.inputs},
+        "outputs": {str(i): told(p, p.settings["display_name"]) for i, p in enumerate(schema.outputs)},
+    }
 
 
 def test_schemas_only_grow(comfy):
@@ -70,7 +92,26 @@ def test_every_node_is_in_the_snapshot_and_explains_itself(comfy):
         schema = node.define_schema()
         assert schema.category == "VeoStyle"
         assert schema.description
-        assert all(p.settings.get("tooltip") for p in schema.inputs if p.kind in ("INT", "FLOAT", "STRING", "COMBO"))
+        assert all(p.settings.get("tooltip") for p in [*schema.inputs, *schema.outputs]), schema.node_id
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_every_text_is_in_every_language(comfy, language):
+    """English is what the schemas say; another language says something of its own for each of it."""
+    told = json.loads((ROOT / "locales" / language / "nodeDefs.json").read_text())
+    texts = {node_id: node_texts(node) for node_id, node in comfy.nodes.items()}
+    if language == "en":
+        assert told == texts
+        return
+    assert set(told) == set(texts)
+    for node_id, node in texts.items():
+        assert told[node_id]["display_name"] != node["display_name"]
+        assert told[node_id]["description"] != node["description"]
+        for kind in ("inputs", "outputs"):
+            assert set(told[node_id][kind]) == set(node[kind]), node_id
+            for name, port in node[kind].items():
+                assert told[node_id][kind][name]["name"]
+                assert told[node_id][kind][name]["tooltip"] != port["tooltip"], (node_id, name)
 
 
 def test_graph_makes_a_video_with_sound(comfy, tmp_path):
@@ -111,7 +152,7 @@ def test_frame_cap_cuts_the_sound_too(comfy):
 
 
 def test_audio_is_decoded_only_when_read(comfy):
-    audio = comfy.nodes["VeoStyleLoadVideo"].execute("in.mp4", 0.0, 0.0, 0.0, 1, 0, 0, 0, "crop").args[1]
+    audio = load(comfy, "in.mp4").args[1]
     assert audio._decoded is None
     assert audio["waveform"].shape[:2] == (1, 2)
     assert set(audio) == {"waveform", "sample_rate"}
@@ -119,7 +160,7 @@ def test_audio_is_decoded_only_when_read(comfy):
 
 def test_video_without_sound_has_none(comfy, tmp_path):
     shutil.copy(EXAMPLES / "city.mp4", tmp_path / "input" / "city.mp4")
-    clip, audio, info = comfy.nodes["VeoStyleLoadVideo"].execute("city.mp4", 0.0, 0.0, 0.0, 1, 0, 0, 0, "crop").args
+    clip, audio, info = load(comfy, "city.mp4").args
     assert audio is None
     assert "512x288" in info
     assert "no audio" in info
@@ -140,38 +181,95 @@ def test_errors_speak_plainly(comfy):
     with pytest.raises(InputError, match="ST-Norm Denoiser"):
         comfy.nodes["VeoStyleVAEDecode"].execute({"samples": torch.zeros(1, 4, 8, 8)}, None)
     with pytest.raises(InputError, match="start = 99"):
-        comfy.nodes["VeoStyleLoadVideo"].execute("in.mp4", 99.0, 0.0, 0.0, 1, 0, 0, 0, "crop")
+        load(comfy, "in.mp4", start=99.0)
     with pytest.raises(InputError, match="not finite"):
         comfy.nodes["VeoStyleEncoder"].execute(1.0, torch.full((1, 64, 64, 3), float("nan")))
 
 
-def test_workflows_fit_the_schemas(comfy):
-    """Ids, required inputs, ranges and choices of every shipped workflow, in both its forms."""
-    for path in (ROOT / "workflows" / "api").glob("*.json"):
-        for node in json.loads(path.read_text()).values():
-            if node["class_type"] in comfy.nodes:
-                _check_api_node(comfy.nodes[node["class_type"]].define_schema(), node["inputs"])
-    for path in (ROOT / "workflows").glob("*.json"):
-        assert (ROOT / "workflows" / "api" / path.name).is_file()
-        for node in json.loads(path.read_text())["nodes"]:
-            if node["type"] in comfy.nodes:
-                schema = comfy.nodes[node["type"]].define_schema()
-                named = {i["name"] for i in node["inputs"]}
-                assert named <= {p.id for p in schema.inputs} | {"upload"}
-                assert node["properties"]["cnr_id"] == "comfyui-veostyle"
-                assert node["properties"]["ver"]
+WORKFLOWS = sorted(p.stem for p in (ROOT / "workflows" / "api").glob("*.json"))
+WIDGETS = ("INT", "FLOAT", "STRING", "COMBO", "BOOLEAN")
 
 
-def _check_api_node(schema, inputs):
+def workflow(name):
+    """A shipped workflow in its forms: of the queue, of the editor."""
+    return tuple(json.loads((ROOT / "workflows" / f"{place}{name}.json").read_text()) for place in ("api/", ""))
+
+
+def test_every_workflow_has_all_its_forms():
+    folder = ROOT / "workflows"
+    assert WORKFLOWS == sorted(p.stem for p in folder.glob("*.json")) == sorted(p.stem for p in folder.glob("*.jpg"))
+    assert len(WORKFLOWS) > 8
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_queued_workflow_fits_the_schemas(comfy, name):
+    """Ids, required inputs, types of links, ranges and choices."""
+    api, _ = workflow(name)
+    for node in api.values():
+        if node["class_type"] in comfy.nodes:
+            _check_api_node(comfy, api, comfy.nodes[node["class_type"]].define_schema(), node["inputs"])
+
+
+def _check_api_node(comfy, api, schema, inputs):
     ports = {p.id: p for p in schema.inputs}
     assert set(inputs) <= set(ports)
     assert {p.id for p in schema.inputs if not p.optional} <= set(inputs)
     for name, value in inputs.items():
-        settings = ports[name].settings
-        if isinstance(value, list) or name == "file":
+        if not isinstance(value, list):
+            _check_value(ports[name], value)
+        elif api[value[0]]["class_type"] in comfy.nodes:
+            source = comfy.nodes[api[value[0]]["class_type"]].define_schema()
+            assert source.outputs[value[1]].kind == ports[name].kind
+
+
+def _check_value(port, value):
+    kinds = {"INT": int, "FLOAT": (int, float), "STRING": str, "COMBO": str, "BOOLEAN": bool}
+    assert isinstance(value, kinds[port.kind]), port.id
+    settings = port.settings
+    if port.id != "file" and not str(value).endswith(".safetensors"):
+        assert value in settings.get("options", [value]), port.id
+    assert settings.get("min", value) <= value <= settings.get("max", value), port.id
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_editor_s_workflow_is_that_of_the_queue(comfy, name):
+    """The same nodes, values by their place, links; ids and versions for the manager; nothing lies on anything else."""
+    api, editor = workflow(name)
+    nodes = {str(n["id"]): n for n in editor["nodes"] if n["type"] != "Note"}
+    links = {link[0]: [str(link[1]), link[2]] for link in editor["links"]}
+    assert {k: n["type"] for k, n in nodes.items()} == {k: n["class_type"] for k, n in api.items()}
+    for key, node in nodes.items():
+        assert node["properties"]["cnr_id"] in ("comfyui-veostyle", "comfy-core")
+        assert node["properties"]["ver"]
+        linked = {i["name"]: links[i["link"]] for i in node["inputs"] if i.get("link") is not None}
+        assert linked == {k: v for k, v in api[key]["inputs"].items() if isinstance(v, list)}
+        if node["type"] not in comfy.nodes:
             continue
-        assert value in settings.get("options", [value])
-        assert settings.get("min", value) <= value <= settings.get("max", value)
+        schema = comfy.nodes[node["type"]].define_schema()
+        assert {i["name"] for i in node["inputs"]} <= {p.id for p in schema.inputs} | {"upload"}
+        values = iter(node.get("widgets_values", []))
+        for port in (p for p in schema.inputs if p.kind in WIDGETS):
+            value = next(values)
+            _check_value(port, value)
+            assert value == api[key]["inputs"].get(port.id, port.settings.get("default")), port.id
+            if port.settings.get("control_after_generate"):
+                assert next(values) == "fixed"
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_nothing_lies_on_anything_else(name):
+    _, editor = workflow(name)
+    boxes = {f"{n['type']} {n['id']}": (*n["pos"], *n["size"]) for n in editor["nodes"]}
+    # A node's title stands above its place.
+    boxes = {k: (x, y - 30, x + w, y + h) for k, (x, y, w, h) in boxes.items()}
+    for one, a in boxes.items():
+        for other, b in boxes.items():
+            apart = a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
+            assert one == other or apart, f"{one} lies on {other}"
+    groups = [(x, y, x + w, y + h) for x, y, w, h in (g["bounding"] for g in editor["groups"])]
+    for name, a in boxes.items():
+        inside = [b for b in groups if b[0] <= a[0] and b[1] <= a[1] and a[2] <= b[2] and a[3] <= b[3]]
+        assert len(inside) == (0 if name.startswith("Note") else 1), name
 
 
 @pytest.fixture
@@ -316,3 +414,188 @@ def test_videos_of_other_nodes_become_clips_and_back(comfy):
     with pytest.raises(InputError, match="rate"):
         comfy.nodes["VeoStyleClipFromImages"].execute(images, 1000.0)
     assert not list((comfy.root / "temp").glob("*.part*"))
+
+
+def test_memory_is_planned_before_and_reported_after(comfy):
+    """The pool's plan is the one that runs; the report knows every stage; a budget too small stops before anything runs."""
+    from comfyui_veostyle.veo_core.errors import BudgetError
+
+    nodes = comfy.nodes
+    model = nodes["VeoStyleLoadModel"].execute("veo-mini").args[0]
+    clip = load(comfy).args[0]
+    style = nodes["VeoStyleEncoder"].execute(1.0, torch.rand(1, 64, 64, 3)).args[0]
+    memory, words, picture = nodes["VeoStyleMemoryPool"].execute(model, clip, 2.0, "lean").args
+    assert "decodes 1 frames" in words
+    assert picture.shape[0] == 1
+    with pytest.raises(InputError, match="VAE Decode"):
+        nodes["VeoStyleMemoryReport"].execute(memory)
+    latent = nodes["VeoStyleSTNormDenoiser"].execute(model, clip, style, 0, 0.0, 1.0, 0, memory=memory).args[0]
+    video, measured = nodes["VeoStyleVAEDecode"].execute(latent, model, codec="vp9", crf=40).args
+    assert video.path.endswith(".webm")
+    assert measured.plan.describe() == words
+    timeline, text = nodes["VeoStyleMemoryReport"].execute(measured).args
+    assert timeline.shape[0] == 1
+    assert all(stage in text for stage in ("encode", "denoise", "decode"))
+    with pytest.raises(BudgetError, match="smallest that works"):
+        nodes["VeoStyleMemoryPool"].execute(model, clip, 0.01, "fast")
+
+
+def test_scenes_are_shown(comfy):
+    shutil.copy(EXAMPLES / "bunny.mp4", comfy.root / "input" / "bunny.mp4")
+    shown = comfy.nodes["VeoStyleScenes"].execute(load(comfy, "bunny.mp4").args[0])
+    sheet, text = shown.args
+    assert shown.ui["images"] == tuple(sheet.shape)
+    assert "4 scenes" in text
+    assert comfy.texts[-1] == text
+
+
+@pytest.mark.parametrize(("format", "name"), [("auto", "a_00001_.mp4"), ("ffv1", "a_00001_.mkv"), ("png", "a_00001_")])
+def test_saved_videos_carry_the_workflow(comfy, format, name):
+    import av
+
+    from .comfy_double import VideoFromFile
+
+    video = VideoFromFile(str(comfy.root / "input" / "in.mp4"))
+    saved = comfy.nodes["VeoStyleSaveVideo"].execute(video, "sub/a", format)
+    path = comfy.root / "output" / "sub" / name
+    assert saved.args == (str(path),)
+    result = saved.ui["images"][-1]
+    assert (comfy.root / result["type"] / result["subfolder"] / result["filename"]).exists()
+    if format == "png":
+        assert len(list(path.iterdir())) == 14
+        return
+    if format == "ffv1":
+        assert saved.ui["images"][0]["type"] == "temp"
+        return
+    with av.open(path) as container:
+        assert json.loads(container.metadata["workflow"]) == {"nodes": []}
+        assert json.loads(container.metadata["prompt"]) == {"1": {}}
+        assert container.streams.audio
+
+
+def test_metadata_is_left_out_where_comfyui_leaves_it_out(comfy):
+    from comfyui_veostyle.nodes.files import workflow_tags
+
+    assert set(workflow_tags(comfy.nodes["VeoStyleSaveVideo"].hidden)) == {"workflow", "prompt"}
+    sys.modules["comfy.cli_args"].args.disable_metadata = True
+    assert workflow_tags(comfy.nodes["VeoStyleSaveVideo"].hidden) == {}
+
+
+def test_source_and_result_are_compared_with_sound(comfy):
+    from fractions import Fraction
+
+    from comfyui_veostyle.veo_core.video.reader import open_clip
+
+    from .comfy_double import VideoFromComponents
+
+    clip = load(comfy).args[0]
+    sound = {"waveform": torch.zeros(1, 1, 8000), "sample_rate": 16000}
+    result = VideoFromComponents(torch.rand(14, 64, 96, 3), sound, Fraction(24))
+    video = comfy.nodes["VeoStyleCompare"].execute(clip, result, "side_by_side").args[0]
+    made = open_clip(video.path)
+    assert made.size == (192, 64)
+    assert made.info.audio
+
+
+def test_blend_over_scenes(comfy):
+    encode, blend = comfy.nodes["VeoStyleEncoder"].execute, comfy.nodes["VeoStyleBlend"].execute
+    a, b = (encode(1.0, torch.rand(1, 32, 32, 3)).args[0] for _ in range(2))
+    assert blend(a, b, 0.25).args[0].weights == (0.75, 0.25)
+    assert [s.weights for s in blend(a, b, 0.25, " 0, 0.5, 1 ").args[0].by_scene] == [(1.0,), (0.5, 0.5), (1.0,)]
+    with pytest.raises(InputError, match="scenes"):
+        blend(a, b, 0.25, "half")
+
+
+def test_a_changed_file_runs_again_and_a_missing_one_is_told_before(checkpoint):
+    nodes, root = checkpoint.nodes, checkpoint.root
+    for node_id, own, file in (
+        ("VeoStyleLoadModel", {"model": "mine.safetensors"}, "models/checkpoints/mine.safetensors"),
+        ("VeoStyleLoRAInjector", {"lora": "a.safetensors", "strength": 1.0}, "models/loras/a.safetensors"),
+        ("VeoStyleIPAdapter", {"path": str(root / "ip.safetensors"), "clip_vision": "h.safetensors"}, "ip.safetensors"),
+    ):
+        fingerprint = nodes[node_id].fingerprint_inputs
+        before = fingerprint(**own)
+        assert fingerprint(**own) == before
+        (root / file).write_bytes(b"x")
+        assert fingerprint(**own) != before
+        assert nodes[node_id].validate_inputs(path=str(root / "ip.safetensors")) is True
+        assert "path = /gone does not exist" in nodes[node_id].validate_inputs(path="/gone")
+    assert "path is empty" in nodes["VeoStyleIPAdapter"].validate_inputs(path="")
+
+
+def test_a_veo_mini_file_is_loaded_by_its_path(comfy):
+    from comfyui_veostyle.veo_core.backbones.mini.backbone import BUNDLED
+
+    assert (
+        comfy.nodes["VeoStyleLoadModel"].execute("veo-mini", path=str(BUNDLED)).args[0].engine.backbone.name
+        == "veo-mini"
+    )
+
+
+@pytest.mark.parametrize(
+    ("package", "lost"),
+    [("open_clip", {"VeoStyleIPAdapter"}), ("transformers", {"VeoStyleIPAdapter", "VeoStyleLoRAInjector"})],
+)
+def test_a_missing_package_loses_its_nodes_alone_and_says_so(comfy, monkeypatch, caplog, package, lost):
+    module = sys.modules["comfyui_veostyle.nodes"]
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
+    left = {n.define_schema().node_id for n in module.available_nodes()}
+    assert set(comfy.nodes) - left == lost
+    assert all(package in record.message for record in caplog.records)
+    assert len(caplog.records) == len(lost)
+
+
+def ask(comfy, route, body):
+    """What a route of the pack answers."""
+    from types import SimpleNamespace
+
+    async def read():
+        return body
+
+    answer = asyncio.run(comfy.routes[f"/veostyle/{route}"](SimpleNamespace(json=read)))
+    return answer.status, json.loads(answer.body)
+
+
+def test_the_editor_is_told_a_clip_s_facts_and_cuts(comfy):
+    shutil.copy(EXAMPLES / "bunny.mp4", comfy.root / "input" / "bunny.mp4")
+    status, told = ask(comfy, "preview", {"file": "bunny.mp4", "start": 1.0, "width": 200})
+    assert status == 200
+    assert told["size"] == [200, 112]
+    assert "from 1.00 s" in told["facts"]
+    assert (comfy.root / "temp" / told["file"]).exists()
+    status, told = ask(comfy, "cuts", {"file": "bunny.mp4", "start": 1.0, "duration": 2.0})
+    assert (status, told["cuts"], told["whole"]) == (200, [0.75], True)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"file": "gone.mp4"}, "does not exist"),
+        ({"file": "in.mp4", "start": 99}, "start = 99"),
+        ({"nothing": 1}, "nothing"),
+        ([], ""),
+    ],
+)
+def test_the_editor_is_told_what_is_wrong(comfy, body, says):
+    for route in ("preview", "cuts"):
+        status, told = ask(comfy, route, body)
+        assert status == 400
+        assert says in told["error"]
+
+
+def test_progress_says_stage_frame_speed_and_time_left(comfy, monkeypatch):
+    from comfyui_veostyle.nodes import progress as module
+
+    clock = iter(range(0, 1000, 2))
+    monkeypatch.setattr(module.time, "monotonic", lambda: float(next(clock)))
+    count = module.CanvasMonitor("7").counter("denoise")
+    for done in (0, 4, 8):
+        count(done, 100)
+    assert comfy.texts[-1].startswith("stylising: frame 8 of 100, ")
+    assert "fps" in comfy.texts[-1]
+    assert comfy.texts[-1].endswith(" left")
+    assert comfy.updates[-1][:2] == (8, 100)
+    comfy.interrupted = True
+    with pytest.raises(comfy_double.Interrupted):
+        count(9, 100)

@@ -76,6 +76,12 @@ def digest(path: Path) -> str:
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
+def file_state(path: Path) -> str:
+    """Changes when a file, or any file in a folder, is written again; empty where nothing is there."""
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    return repr([(str(f), s.st_size, s.st_mtime_ns) for f in files if f.is_file() for s in [f.stat()]])
+
+
 def describe(header: Header) -> str:
     """What kind of weights these names belong to, in words for a message."""
     names = list(header)
