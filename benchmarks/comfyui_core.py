@@ -42,6 +42,7 @@ import torch  # noqa: E402
 from comfy.ldm.models.autoencoder import AutoencoderKL  # noqa: E402
 from comfyui_veostyle.nodes.comfy_backbone import ComfyBackbone  # noqa: E402
 from comfyui_veostyle.nodes.model import loaded  # noqa: E402
+from comfyui_veostyle.veo_core.memory.watch import RunMemory  # noqa: E402
 from comfyui_veostyle.veo_core.options import parse_options  # noqa: E402
 from comfyui_veostyle.veo_core.style.encoder import style_from_tensors  # noqa: E402
 from comfyui_veostyle.veo_core.style.prompts import parse_prompts  # noqa: E402
@@ -113,8 +114,7 @@ def main() -> None:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         begin = time.perf_counter()
-        node.to_device(0)
-        plan = node.engine.plan(clip, options, node.budget())
+        plan = node.plan(clip, options, RunMemory())
         latents = node.engine.denoise(clip, style, options, arguments.out / "work", plan)
         finite = all(bool(frames.isfinite().all()) for frames in node.engine.decode(latents))
         latents.store.remove()

@@ -61,7 +61,7 @@ def one_run(video: Path, device: str, out: Path) -> dict[str, float]:
                 torch.cuda.reset_peak_memory_stats()
                 with torch.no_grad():
                     job()
-                traced = peaks.peak(stage, count) - (0 if stage == "decode" else peaks._resident)
+                traced = peaks.peak(stage, count) - (0 if stage == "decode" else peaks.resident)
                 stages[f"{stage}{count}_ratio"] = (torch.cuda.max_memory_allocated() - before) / traced
     host_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if device == "cuda":

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from comfy_api.latest import io
 
-from .files import output_format, quality_inputs, temporary_folder
+from .files import output_format, quality_inputs, temporary_path
 from .progress import CanvasMonitor
 from .types import VeoMemory, VeoModel, schema, track_of
 
@@ -56,7 +56,7 @@ class VAEDecode(io.ComfyNode):
 
         stylised, memory = latents_of(latent), latent["veo_memory"]
         output = output_format(codec, crf, deep)
-        path = temporary_folder() / f"{stylised.clip.path.stem}{output.suffix}"
+        path = temporary_path(f"{stylised.clip.path.stem}{output.suffix}")
         model.to_device(max(stylised.plan.stages.values()))
         with MemoryWatch(stylised.plan, CanvasMonitor(cls.hidden.unique_id)) as watch:
             render(model.engine, stylised, path, output, audio=track_of(audio), monitor=watch)

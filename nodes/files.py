@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import tempfile
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from ..veo_core.video.writer import OutputFormat
 
 
-def temporary_folder() -> Path:
-    """A new folder in ComfyUI's temporary one."""
+def temporary_path(name: str) -> Path:
+    """A new place in ComfyUI's temporary folder; nothing is there yet."""
     temp = Path(folder_paths.get_temp_directory())
     temp.mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix="veostyle_", dir=temp))
+    return temp / f"veostyle_{uuid.uuid4().hex[:8]}_{name}"
 
 
 def quality_inputs() -> list:

@@ -7,7 +7,7 @@ from pathlib import Path
 import folder_paths
 from comfy_api.latest import io, ui
 
-from .files import output_format, quality_inputs, temporary_folder, workflow_tags
+from .files import output_format, quality_inputs, temporary_path, workflow_tags
 from .progress import CanvasMonitor
 from .types import VeoClip, schema, track_of
 from .video import clip_of
@@ -75,7 +75,7 @@ class Compare(io.ComfyNode):
         from ..veo_core.video.compare import compare
 
         result, audio = clip_of(video)
-        path = temporary_folder() / f"{source.path.stem}_{layout}.mp4"
+        path = temporary_path(f"{source.path.stem}_{layout}.mp4")
         count = CanvasMonitor(cls.hidden.unique_id).counter("comparing")
         compare(source, result, path, layout, audio=clip_audio(result) or track_of(audio), progress=count)
         return io.NodeOutput(VideoFromFile(str(path)))

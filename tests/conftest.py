@@ -124,3 +124,13 @@ def style():
     from comfyui_veostyle.veo_core.style.encoder import load_style
 
     return load_style([EXAMPLES / "great_wave.jpg"])
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    """A running ComfyUI."""
+    from .comfy_server import Server
+
+    made = Server(Path(os.environ["COMFYUI_PATH"]), tmp_path_factory.mktemp("comfyui"))
+    yield made
+    made.close()

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import socket
 import subprocess
 import time
 import urllib.error
-import urllib.request
 from pathlib import Path
 
 import av
@@ -21,88 +18,11 @@ import torch
 from comfyui_veostyle.veo_core.video.reader import open_clip
 from safetensors.torch import save_file
 
-from . import tiny
+from .comfy_server import FRAMES, SIZE, python_of, small
 from .conftest import EXAMPLES, ROOT, make_video
-from .test_lora import kohya_file
 
+WORKFLOWS = sorted(p.stem for p in (ROOT / "workflows" / "api").glob("*.json"))
 pytestmark = [pytest.mark.comfyui, pytest.mark.slow]
-
-
-class Server:
-    """A ComfyUI of its own folders, with the pack cloned under a strange name."""
-
-    def __init__(self, core: Path, base: Path):
-        self.base = base
-        packs = base / "packs"
-        packs.mkdir()
-        (packs / "an-odd name").symlink_to(ROOT)
-        for name in ("input", "output", "temp", "user", "models", "models/checkpoints", "models/loras"):
-            (base / name).mkdir()
-        made = tiny.parts()
-        tiny.save_checkpoint(made, base / "models/checkpoints/tiny.safetensors")
-        kohya_file(base / "models/loras/tiny.safetensors", made.unet, 0)
-        for file in EXAMPLES.iterdir():
-            shutil.copy(file, base / "input")
-        models = {"checkpoints": base / "models/checkpoints", "loras": base / "models/loras", "custom_nodes": packs}
-        (base / "extra.yaml").write_text("veo:\n" + "".join(f"  {k}: {v}\n" for k, v in models.items()))
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            self.port = s.getsockname()[1]
-        python = next(p for p in (core / ".venv/bin/python", core / ".venv/Scripts/python.exe") if p.exists())
-        options = [f"--{k}-directory={base / k}" for k in ("input", "output", "temp", "user")]
-        options += ["--cpu", "--port", str(self.port), "--disable-auto-launch"]
-        options += ["--extra-model-paths-config", base / "extra.yaml"]
-        self.log = (base / "log").open("w")
-        self.process = subprocess.Popen(
-            [python, "main.py", *options], cwd=core, stdout=self.log, stderr=subprocess.STDOUT
-        )
-        self._wait(lambda: self.get("/system_stats"), 180)
-
-    def close(self):
-        self.process.terminate()
-        self.process.wait(30)
-        self.log.close()
-
-    def _wait(self, done, seconds):
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, (self.base / "log").read_text()[-3000:]
-            try:
-                if result := done():
-                    return result
-            except (urllib.error.URLError, ConnectionError):
-                pass
-            time.sleep(0.3)
-        raise TimeoutError((self.base / "log").read_text()[-3000:])
-
-    def get(self, path):
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as answer:
-            return json.loads(answer.read() or "null")
-
-    def post(self, path, body):
-        data = json.dumps(body).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}", data, {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            return json.loads(answer.read() or "null")
-
-    def queue(self, graph):
-        return self.post("/prompt", {"prompt": graph})["prompt_id"]
-
-    def finished(self, prompt, seconds=400):
-        def entry():
-            found = self.get(f"/history/{prompt}").get(prompt)
-            return found if found and found.get("status", {}).get("status_str") else None
-
-        return self._wait(entry, seconds)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = Server(Path(os.environ["COMFYUI_PATH"]), tmp_path_factory.mktemp("comfyui"))
-    yield server
-    server.close()
 
 
 def graph(**changes):
@@ -132,6 +52,21 @@ def checkpoint_graph(**changes):
         "denoise": 0.8,
     }
     return nodes
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_every_workflow_runs(server, name):
+    """As it is shipped, but smaller; what it saves can be read and has as many frames as went in."""
+    nodes = small(json.loads((ROOT / "workflows" / "api" / f"{name}.json").read_text()))
+    entry = server.finished(server.queue(nodes))
+    assert entry["status"]["status_str"] == "success", entry["status"]
+    savers = [k for k, n in nodes.items() if n["class_type"] in ("VeoStyleSaveVideo", "SaveVideo")]
+    assert savers
+    for key in savers:
+        (saved,) = (file for file in entry["outputs"][key]["images"] if file["type"] == "output")
+        clip = open_clip(server.base / "output" / saved["subfolder"] / saved["filename"])
+        assert len(list(clip.thumbnails())) == FRAMES
+        assert clip.size == SIZE
 
 
 def test_a_checkpoint_with_words_and_a_lora(server):
@@ -180,7 +115,7 @@ def test_the_queue_script_runs_a_folder(server, tmp_path):
     make_video(clips / "b.mp4", 3, size=(64, 64))
     (clips / "spoilt.mp4").write_bytes(b"no video")
     core = Path(os.environ["COMFYUI_PATH"])
-    python = next(p for p in (core / ".venv/bin/python", core / ".venv/Scripts/python.exe") if p.exists())
+    python = python_of(core)
     command = [python, EXAMPLES / "queue_workflow.py", ROOT / "workflows/api/stylize_video.json"]
     command += ["--server", f"127.0.0.1:{server.port}", "--clips", clips, "--image", EXAMPLES / "van_gogh.jpg"]
     command += ["--output", out, "--retries", "1", "--set", "VeoStyleSTNormDenoiser.strength=0.8"]
@@ -211,7 +146,7 @@ def test_a_lora_for_another_base_is_told_on_its_node(server):
 def test_models_of_core_s_loaders(tmp_path):
     """SD 1.5, SDXL, Wan and LTXV, tiny, through core's own classes; see comfy_models.py."""
     core = Path(os.environ["COMFYUI_PATH"])
-    python = next(p for p in (core / ".venv/bin/python", core / ".venv/Scripts/python.exe") if p.exists())
+    python = python_of(core)
     environment = os.environ | {"COMFYUI_PATH": str(core), "VEOSTYLE_ROOT": str(ROOT)}
     done = subprocess.run(
         [python, "-W", "ignore", ROOT / "tests/comfy_models.py", tmp_path],

@@ -157,6 +157,7 @@ class Stylizer:
             min_length=options.min_scene,
             progress=lambda n: monitor(Progress("survey", n, 0)),
         )
+        monitor(Progress("survey", seen.frames, seen.frames))
         timeline = Timeline(seen.scenes, self.backbone.time_factor)
         conditions = [self.backbone.condition(s, options, seen) for s in style.by_scene]
         store = self._open_store(clip, style, options, timeline, folder)
@@ -183,6 +184,7 @@ class Stylizer:
         total = timeline.frame_scenes[-1].end
         state = _RunState.load(store, self.backbone.device)
         if state.window >= len(windows):
+            monitor(Progress("denoise", total, total))
             return
         with closing(_Sites(self, clip, store, timeline, state, plan.encode_chunk, windows[state.window])) as sites:
             for window in windows[state.window :]:

@@ -54,7 +54,6 @@ def render(
         "output": output,
         "tags": clip.info.tags,
     }
-    monitor(Progress("decode", 0, len(times)))
     if not output.joins:
         with (
             VideoWriter(path, audio=audio, metadata=metadata, **settings) as writer,
@@ -77,9 +76,10 @@ def _segments(
     begins = range(0, len(times), SEGMENT)
     parts = [(store.folder / f"{name}-{begin:08d}{output.suffix}", times[begin]) for begin in begins]
     for (part, origin), begin in zip(parts, begins, strict=True):
-        if part.is_file():
-            continue
         end = min(begin + SEGMENT, len(times))
+        if part.is_file():
+            monitor(Progress("decode", end, len(times)))
+            continue
         saved = store.load_state(f"{name}-fused-{begin:08d}") if begin else None
         fusion = TemporalFusion(None if saved is None else saved[0]["frame"].to(engine.backbone.device))
         with (

@@ -129,12 +129,13 @@ def make_plan(
         reserve = int(free * RESERVE)
         budget = free - reserve
     chunks = [1] if policy == "lean" else [c for c in CHUNKS if device.type != "cpu" or c <= 4]
-    encodes, decodes = chunks, chunks
+    encodes, decodes = list(dict.fromkeys(min(c, options.window) for c in chunks)), chunks
     if backbone.time_factor > 1:
         encodes, decodes = [options.window], [GROUP * backbone.time_factor]
     encode = next((c for c in encodes if weights + peaks.peak("encode", c) <= budget), None)
     decode = next((c for c in decodes if weights + peaks.peak("decode", c) <= budget), None)
-    denoise = peaks.peak("denoise")
+    # A preview decodes one frame beside what the window keeps.
+    denoise = max(peaks.peak("denoise"), peaks.resident + peaks.peak("decode", 1))
     if encode is None or decode is None or weights + denoise > budget:
         least = weights + max(peaks.peak("encode", encodes[-1]), peaks.peak("decode", decodes[-1]), denoise)
         raise BudgetError(
@@ -143,7 +144,7 @@ def make_plan(
             "Give that much, or make the frames or the window smaller."
         )
     counts = {"encode": encode, "denoise": 1, "decode": decode}
-    stages = {stage: peaks.peak(stage, count) for stage, count in counts.items()}
+    stages = {stage: peaks.peak(stage, count) for stage, count in counts.items()} | {"denoise": denoise}
     cache = {stage: peaks.cached(stage, count) for stage, count in counts.items()}
     frame = 4 * 3 * size[0] * size[1]
     host = 0 if device.type == "cpu" else HOST_FIXED + frame * (3 * max(encode, decode) + 6)
@@ -184,11 +185,11 @@ class StagePeaks:
 
     def peak(self, stage: str, count: int = 1) -> int:
         """Bytes beyond the weights at a stage's peak."""
-        return self._memory(stage, count).peak + (0 if stage == "decode" else self._resident)
+        return self._memory(stage, count).peak + (0 if stage == "decode" else self.resident)
 
     def cached(self, stage: str, count: int = 1) -> int:
         """Bytes of that peak which a stage keeps from one step to the next."""
-        return self._memory(stage, count).cached + (0 if stage == "decode" else self._resident)
+        return self._memory(stage, count).cached + (0 if stage == "decode" else self.resident)
 
     def _memory(self, stage: str, count: int) -> TracedMemory:
         key = (stage, 0 if stage == "denoise" else count)
@@ -211,7 +212,7 @@ class StagePeaks:
         return torch.empty(shape, device=self.backbone.device)
 
     @property
-    def _resident(self) -> int:
+    def resident(self) -> int:
         """Latents and motion of a window and its overlap, which stay while the others are made."""
         c, h, w = self.latent
         return (self.window + 1) * (self.disk + 4 * 2 * c * h * w)

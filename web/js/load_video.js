@@ -48,7 +48,8 @@ function addPreview(node) {
     const added = addDOMWidget.call(this, name, ...rest);
     if (name === "video-preview") {
       added.hidden = true;
-      added.computeLayoutSize = () => ({ minHeight: 0, minWidth: 0 });
+      // The editor sets a size again whenever a file is loaded.
+      Object.defineProperty(added, "computeLayoutSize", { get: () => () => ({ minHeight: 0, minWidth: 0 }), set() {} });
       added.element.querySelectorAll?.("video").forEach((v) => v.pause());
     }
     return added;
