@@ -9,16 +9,20 @@ from pathlib import Path
 import folder_paths
 
 SURVEYED = 1500
+PACK = Path(__file__).parents[1]
 
 
 def register() -> None:
-    """Adds the pack's routes to ComfyUI's server; nothing where there is none, as in a test."""
+    """Adds the pack's routes to ComfyUI's server, and its workflows to the templates; nothing where there is no server."""
     from server import PromptServer
 
     server = getattr(PromptServer, "instance", None)
     if server is None:
         return
     from aiohttp import web
+
+    # Of a pack that has both, ComfyUI lists what is in workflows/ and serves what is in examples/; what comes first holds.
+    server.app.add_routes([web.static(f"/api/workflow_templates/{PACK.name}", PACK / "workflows")])
 
     async def answer(request: web.Request, work) -> web.Response:
         from ..veo_core.errors import VeoError

@@ -84,7 +84,7 @@ def _save_place(folder: Path, prefix: str):
 
 def install(monkeypatch, root: Path) -> types.SimpleNamespace:
     """Puts the double's modules into ``sys.modules``; folders are made under ``root``."""
-    state = types.SimpleNamespace(interrupted=False, updates=[], loaded=[], texts=[], routes={}, root=root)
+    state = types.SimpleNamespace(interrupted=False, updates=[], loaded=[], texts=[], routes={}, served=[], root=root)
     folders = {name: root / name for name in ("input", "output", "temp")}
     for folder in folders.values():
         folder.mkdir(exist_ok=True)
@@ -154,7 +154,10 @@ def install(monkeypatch, root: Path) -> types.SimpleNamespace:
     )
 
     routes = types.SimpleNamespace(post=lambda path: lambda handler: state.routes.setdefault(path, handler))
-    server = types.SimpleNamespace(routes=routes, send_progress_text=lambda text, node: state.texts.append(text))
+    app = types.SimpleNamespace(add_routes=state.served.extend)
+    server = types.SimpleNamespace(
+        app=app, routes=routes, send_progress_text=lambda text, node: state.texts.append(text)
+    )
     module("server", PromptServer=types.SimpleNamespace(instance=server))
 
     def check():

@@ -185,12 +185,19 @@ def test_the_memory_plan_is_shown_before_the_run(editor, tmp_path):
 def test_templates_show_the_workflows(editor):
     assert "an-odd-name_2" in editor.server.get("/api/workflow_templates")
     assert sorted(editor.server.get("/api/workflow_templates")["an-odd-name_2"]) == WORKFLOWS
+    for name in WORKFLOWS:
+        shipped = editor.server.get(f"/api/workflow_templates/an-odd-name_2/{name}.json")
+        assert shipped == json.loads((ROOT / "workflows" / f"{name}.json").read_text())
     editor.page.evaluate("app.extensionManager.command.execute('Comfy.BrowseTemplates')")
     editor.page.wait_for_timeout(2500)
     editor.page.get_by_text("an-odd-name_2").first.click()
     editor.page.wait_for_timeout(2000)
     shoot(editor, "templates")
-    assert editor.page.get_by_text("stylize").count() or editor.page.get_by_text("Stylize").count()
+    shown = "[...document.querySelectorAll('img')].filter(i => i.src.includes('an-odd-name_2') && i.naturalWidth > 100).length"
+    assert editor.page.evaluate(shown) >= 3
+    editor.page.get_by_text("stylize", exact=False).first.click()
+    editor.page.wait_for_timeout(2500)
+    assert "VeoStyleSTNormDenoiser" in editor.types()
 
 
 @pytest.mark.parametrize("node_id", ["VeoStyleSTNormDenoiser", "VeoStyleMemoryPool"])

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import time
 import urllib.error
 from pathlib import Path
 
 import av
+import psutil
 import pytest
 import torch
 from comfyui_veostyle.veo_core.video.reader import open_clip
@@ -214,3 +216,24 @@ def test_mistakes_are_told_on_the_node(server):
     error = next(m[1] for m in entry["status"]["messages"] if m[0] == "execution_error")
     assert "start = 99" in error["exception_message"]
     assert error["node_type"] == "VeoStyleLoadVideo"
+
+
+def test_twenty_interrupts_at_random_leave_nothing_behind(server):
+    """The core answers and runs on, its memory is where it was, and nothing half made is left."""
+    process, choose = psutil.Process(server.process.pid), random.Random(1)
+    settings = {"frame_cap": 30, "width": 160}
+    begun = time.monotonic()
+    assert server.finished(server.queue(graph(seed=1, **settings)))["status"]["status_str"] == "success"
+    length = time.monotonic() - begun
+    before, stopped = process.memory_info().rss, 0
+    for number in range(20):
+        prompt = server.queue(graph(seed=100 + number, **settings))
+        time.sleep(choose.uniform(0, length))
+        server.post("/interrupt", {})
+        stopped += server.finished(prompt)["status"]["status_str"] != "success"
+        assert not list(server.base.rglob("*.part*"))
+    assert stopped > 10
+    assert server.finished(server.queue(graph(seed=1, strength=0.9, **settings)))["status"]["status_str"] == "success"
+    assert process.memory_info().rss < 1.05 * before
+    temporary = [p for p in (server.base / "temp").rglob("veostyle_*.mp4") if "preview" not in p.name]
+    assert all(len(list(open_clip(p).thumbnails())) for p in temporary)
