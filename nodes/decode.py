@@ -8,7 +8,9 @@ from comfy_api.latest import io
 
 from .files import output_format, quality_inputs, temporary_path
 from .progress import CanvasMonitor
-from .types import VeoMemory, VeoModel, schema, track_of
+from .types import VeoMemory, VeoModel, schema, track_of, valid
+
+CODECS = ["h264", "h265", "vp9", "av1", "prores4444", "ffv1"]
 
 
 class VAEDecode(io.ComfyNode):
@@ -32,7 +34,7 @@ class VAEDecode(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "codec",
-                    options=["h264", "h265", "vp9", "av1", "prores4444", "ffv1"],
+                    options=CODECS,
                     default="h264",
                     optional=True,
                     tooltip="Of the video's file. Save Video (VeoStyle) on auto copies it as it is; ffv1 loses nothing.",
@@ -45,6 +47,12 @@ class VAEDecode(io.ComfyNode):
             ],
             hidden=[io.Hidden.unique_id],
         )
+
+    @classmethod
+    def validate_inputs(cls, codec="h264", crf=-1, deep=False):
+        if codec is not None and codec not in CODECS:
+            return f"codec = {codec} is no video file; give one of {', '.join(CODECS)}"
+        return valid(output_format, codec, crf, deep)
 
     @classmethod
     def execute(cls, latent, model, audio=None, codec="h264", crf=-1, deep=False) -> io.NodeOutput:

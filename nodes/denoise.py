@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import folder_paths
 from comfy_api.latest import io
 
 from .progress import CanvasMonitor
-from .types import VeoClip, VeoMemory, VeoModel, VeoStyle, schema
+from .types import VeoClip, VeoMemory, VeoModel, VeoStyle, schema, valid
+
+if TYPE_CHECKING:
+    from ..veo_core.options import StylizeOptions
 
 
 class STNormDenoiser(io.ComfyNode):
@@ -108,6 +112,12 @@ class STNormDenoiser(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(
+        cls, steps, guidance, strength, seed, preset="balanced", denoise=0.0, inversion=False, window=0, knobs=""
+    ):
+        return valid(_options, steps, guidance, strength, seed, preset, denoise, inversion, window, knobs)
+
+    @classmethod
     def execute(
         cls,
         model,
@@ -125,20 +135,9 @@ class STNormDenoiser(io.ComfyNode):
         memory=None,
     ) -> io.NodeOutput:
         from ..veo_core.memory.watch import MemoryWatch, RunMemory
-        from ..veo_core.options import parse_options
         from ..veo_core.store import prune
 
-        options = parse_options(
-            preset,
-            inversion,
-            knobs,
-            steps=steps or None,
-            guidance=guidance or None,
-            strength=strength,
-            seed=seed,
-            denoise=denoise or None,
-            window=window or None,
-        )
+        options = _options(steps, guidance, strength, seed, preset, denoise, inversion, window, knobs)
         folder = Path(folder_paths.get_output_directory()) / ".veostyle"
         prune(folder, keep=8)
         memory = memory or RunMemory()
@@ -149,3 +148,20 @@ class STNormDenoiser(io.ComfyNode):
         latents.store.close()
         memory = replace(memory, plan=plan, traces=(watch.trace,))
         return io.NodeOutput({"samples": latents.samples, "veo": latents, "veo_memory": memory})
+
+
+def _options(steps, guidance, strength, seed, preset, denoise, inversion, window, knobs) -> StylizeOptions:
+    """The engine's options; where 0 is the model's own choice, it is left to it."""
+    from ..veo_core.options import parse_options
+
+    return parse_options(
+        preset,
+        inversion,
+        knobs,
+        steps=steps or None,
+        guidance=guidance or None,
+        strength=strength,
+        seed=seed,
+        denoise=denoise or None,
+        window=window or None,
+    )

@@ -11,7 +11,7 @@ import folder_paths
 from comfy_api.latest import io
 
 from .progress import show_text
-from .types import LoadedModel, VeoModel, patcher_of, schema
+from .types import LoadedModel, VeoModel, patcher_of, schema, valid
 
 if TYPE_CHECKING:
     from ..veo_core.backbones import Backbone
@@ -156,8 +156,15 @@ class LoRAInjector(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, path=""):
-        return missing(path=path)
+    def validate_inputs(cls, lora, steps="", scenes="", path=""):
+        from ..veo_core.lora.injector import parse_scenes, parse_steps
+
+        if lora == NONE and path == "":
+            return "lora = none: choose a file of ComfyUI's loras folder, or give a path"
+        if not path and lora and lora != NONE and folder_paths.get_full_path("loras", lora) is None:
+            return f"lora = {lora} is not in ComfyUI's loras folder; choose another"
+        problems = [missing(path=path), valid(parse_steps, steps), valid(parse_scenes, scenes)]
+        return next((p for p in problems if p is not True), True)
 
     @classmethod
     def fingerprint_inputs(cls, lora, path="", **settings):
@@ -165,10 +172,6 @@ class LoRAInjector(io.ComfyNode):
 
     @classmethod
     def execute(cls, model, lora, strength, steps="", scenes="", path="") -> io.NodeOutput:
-        from ..veo_core.errors import InputError
-
-        if not path and lora == NONE:
-            raise InputError("lora = none: choose a file of ComfyUI's loras folder, or give a path")
         file = Path(path) if path else Path(folder_paths.get_full_path_or_raise("loras", lora))
         changed = adaptable(model, "LoRA", "ComfyUI's LoraLoader before Model from ComfyUI").with_lora(
             file, strength, steps, scenes

@@ -9,7 +9,7 @@ from comfy_api.latest import io, ui
 
 from .files import output_format, quality_inputs, temporary_path, workflow_tags
 from .progress import CanvasMonitor
-from .types import VeoClip, schema, track_of
+from .types import VeoClip, schema, track_of, valid
 from .video import clip_of
 
 AUTO = "auto"
@@ -122,6 +122,11 @@ class SaveVideo(io.ComfyNode):
             hidden=[io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo],
             is_output_node=True,
         )
+
+    @classmethod
+    def validate_inputs(cls, format, crf=-1, deep=False):
+        # What auto will be is known with the video; vp9 takes every quality that it may have.
+        return valid(output_format, "vp9" if format == AUTO else format, crf, deep)
 
     @classmethod
     def execute(cls, video, filename_prefix, format, crf=-1, deep=False) -> io.NodeOutput:

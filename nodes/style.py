@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
-from .types import VeoStyle, schema
+from .types import VeoStyle, schema, valid
 
 
 class Encoder(io.ComfyNode):
@@ -43,6 +43,12 @@ class Encoder(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls, text="", negative=""):
+        from ..veo_core.style.prompts import parse_prompts
+
+        return valid(parse_prompts, text, negative)
+
+    @classmethod
     def execute(cls, weight, images=None, text="", negative="") -> io.NodeOutput:
         from ..veo_core.style.encoder import style_from_tensors
         from ..veo_core.style.prompts import parse_prompts
@@ -77,6 +83,12 @@ class Blend(io.ComfyNode):
             ],
             outputs=[VeoStyle.Output(display_name="style", tooltip="For the denoiser, or to blend again.")],
         )
+
+    @classmethod
+    def validate_inputs(cls, scenes=""):
+        from ..veo_core.style.encoder import parse_shares
+
+        return valid(parse_shares, scenes or "0")
 
     @classmethod
     def execute(cls, style_a, style_b, share_b, scenes="") -> io.NodeOutput:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,19 @@ def schema(search_aliases: list[str], **settings: Any) -> io.Schema:
     if "search_aliases" in inspect.signature(io.Schema).parameters:
         settings["search_aliases"] = search_aliases
     return io.Schema(category=CATEGORY, **settings)
+
+
+def valid(check: Callable[..., object], *values: Any, **named: Any) -> bool | str:
+    """True, or what ``check`` has against these values; not called where another node gives one of them."""
+    from ..veo_core.errors import VeoError
+
+    if any(value is None for value in (*values, *named.values())):
+        return True
+    try:
+        check(*values, **named)
+    except VeoError as e:
+        return str(e)
+    return True
 
 
 @dataclass

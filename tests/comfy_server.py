@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -48,8 +49,16 @@ class Server:
         options += ["--cpu", "--port", str(self.port), "--disable-auto-launch"]
         options += ["--extra-model-paths-config", base / "extra.yaml"]
         self.log = (base / "log").open("w")
+        # Whatever is written outside ComfyUI's folders is found here.
+        self.home = base / "home"
+        self.home.mkdir()
+        outside = {"HOME": str(self.home), "XDG_CACHE_HOME": str(self.home / "cache"), "TMPDIR": str(self.home)}
         self.process = subprocess.Popen(
-            [python, "main.py", *options], cwd=core, stdout=self.log, stderr=subprocess.STDOUT
+            [python, "main.py", *options],
+            cwd=core,
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | outside,
         )
         self._wait(lambda: self.get("/system_stats"), 180)
 

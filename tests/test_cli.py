@@ -45,6 +45,12 @@ def test_plan_and_doctor(monkeypatch, capsys, video):
     code, out, _ = run(monkeypatch, capsys, "plan", "--video_path", video)
     assert code == 0
     assert "peak" in out
+    code, lean, _ = run(monkeypatch, capsys, "plan", "--video_path", video, "--memory_policy", "lean")
+    assert code == 0
+    assert "decodes 1 frames" in lean
+    code, _, told = run(monkeypatch, capsys, "plan", "--video_path", video, "--memory_policy", "mean")
+    assert code == 2
+    assert "memory_policy = mean" in told
     code, out, _ = run(monkeypatch, capsys, "doctor")
     assert code == 0
     assert "veo-mini" in out

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import time
 import urllib.error
@@ -237,3 +238,14 @@ def test_twenty_interrupts_at_random_leave_nothing_behind(server):
     assert process.memory_info().rss < 1.05 * before
     temporary = [p for p in (server.base / "temp").rglob("veostyle_*.mp4") if "preview" not in p.name]
     assert all(len(list(open_clip(p).thumbnails())) for p in temporary)
+
+
+def test_it_loads_quickly_and_writes_nothing_elsewhere(server):
+    """Under two seconds on top of core, no warning that names the pack, no file outside ComfyUI's own folders."""
+    log = (server.base / "log").read_text()
+    (seconds,) = re.findall(r"([\d.]+) seconds:[^\n]*an-odd-name_2", log)
+    assert float(seconds) < 2
+    assert not re.findall(
+        r"(?i)(?:warn|error|traceback)[^\n]*(?:odd-name|veostyle)", log[: log.index("To see the GUI")]
+    )
+    assert not [p for p in server.home.rglob("*") if p.is_file()]

@@ -378,3 +378,9 @@ def test_progress_names_every_stage_and_never_goes_back(engine, clip, style, tmp
         assert done == sorted(done), stage
         assert {p.total for p in told if p.stage == stage} == {30}
     assert len({p.done for p in told if p.stage == "denoise"}) > 6
+    again = []
+    latents = engine.denoise(clip, style, StylizeOptions(steps=3), tmp_path / "run", monitor=again.append)
+    render(engine, latents, tmp_path / "out.mp4", monitor=again.append)
+    latents.store.close()
+    last = {p.stage: p.done for p in again}
+    assert last == {"survey": 30, "denoise": 30, "decode": 30}

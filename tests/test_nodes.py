@@ -338,8 +338,7 @@ def test_adapters_say_where_they_belong(checkpoint):
     mini = checkpoint.nodes["VeoStyleLoadModel"].execute("veo-mini").args[0]
     with pytest.raises(ModelError, match="veo-mini, which takes no LoRA"):
         checkpoint.nodes["VeoStyleLoRAInjector"].execute(mini, "a.safetensors", 1.0)
-    with pytest.raises(InputError, match="lora = none"):
-        checkpoint.nodes["VeoStyleLoRAInjector"].execute(mini, "none", 1.0)
+    assert "lora = none" in checkpoint.nodes["VeoStyleLoRAInjector"].validate_inputs("none")
     with pytest.raises(ModelError, match=r"old\.ckpt is a pickle"):
         checkpoint.nodes["VeoStyleLoadModel"].execute(
             "veo-mini", path=str(checkpoint.root / "models/checkpoints/old.ckpt")
@@ -518,8 +517,9 @@ def test_a_changed_file_runs_again_and_a_missing_one_is_told_before(checkpoint):
         assert fingerprint(**own) == before
         (root / file).write_bytes(b"x")
         assert fingerprint(**own) != before
-        assert nodes[node_id].validate_inputs(path=str(root / "ip.safetensors")) is True
-        assert "path = /gone does not exist" in nodes[node_id].validate_inputs(path="/gone")
+        named = {k: v for k, v in own.items() if k == "lora"}
+        assert nodes[node_id].validate_inputs(**named, path=str(root / "ip.safetensors")) is True
+        assert "path = /gone does not exist" in nodes[node_id].validate_inputs(**named, path="/gone")
     assert "path is empty" in nodes["VeoStyleIPAdapter"].validate_inputs(path="")
 
 
@@ -599,3 +599,30 @@ def test_progress_says_stage_frame_speed_and_time_left(comfy, monkeypatch):
     comfy.interrupted = True
     with pytest.raises(comfy_double.Interrupted):
         count(9, 100)
+
+
+DENOISER = {"steps": 0, "guidance": 0.0, "strength": 1.0, "seed": 0}
+
+
+@pytest.mark.parametrize(
+    ("node_id", "inputs", "says"),
+    [
+        ("VeoStyleSTNormDenoiser", DENOISER | {"window": 1}, "window = 1"),
+        ("VeoStyleSTNormDenoiser", DENOISER | {"knobs": "quarry=0.5"}, "knob 'quarry=0.5'"),
+        ("VeoStyleSTNormDenoiser", DENOISER | {"strength": 7}, "strength = 7"),
+        ("VeoStyleSTNormDenoiser", DENOISER | {"preset": "bold"}, "preset = 'bold'"),
+        ("VeoStyleEncoder", {"text": "@nowhere at night"}, "'@nowhere at night'"),
+        ("VeoStyleBlend", {"scenes": "half"}, "scenes = 'half'"),
+        ("VeoStyleVAEDecode", {"codec": "png"}, "codec = png"),
+        ("VeoStyleVAEDecode", {"codec": "ffv1", "crf": 20}, "crf = 20"),
+        ("VeoStyleSaveVideo", {"format": "gif", "deep": True}, "gif has no 10-bit form"),
+        ("VeoStyleLoRAInjector", {"lora": "none"}, "lora = none"),
+        ("VeoStyleLoRAInjector", {"lora": "none", "path": "/", "steps": "9:1"}, "steps = '9:1'"),
+        ("VeoStyleLoRAInjector", {"lora": "none", "path": "/", "scenes": "a"}, "scenes = 'a'"),
+    ],
+)
+def test_mistakes_are_told_before_anything_runs(comfy, node_id, inputs, says):
+    """Each on its node; what another node gives is None then, and is not looked at."""
+    validate = comfy.nodes[node_id].validate_inputs
+    assert says in validate(**inputs)
+    assert validate(**dict.fromkeys(inputs)) is True

@@ -68,6 +68,14 @@ Budget = Annotated[
     float | None,
     typer.Option("--memory_gb", "--memory-gb", help="Memory budget on the device in GB; free memory when missing."),
 ]
+MemoryPolicy = Annotated[
+    str,
+    typer.Option(
+        "--memory_policy",
+        "--memory-policy",
+        help="fast works on as many frames at once as fit, lean on one; no change to the result.",
+    ),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Model = Annotated[
     Path | None,
@@ -161,6 +169,7 @@ def stylize(
         str, typer.Option(help="Of cuts: builtin, or transnetv2 when that package is installed.")
     ] = "builtin",
     memory_gb: Budget = None,
+    memory_policy: MemoryPolicy = "fast",
     device: Device = "auto",
     keep_work: Annotated[
         bool, typer.Option("--keep_work", "--keep-work", help="Keep the latents beside the result.")
@@ -209,7 +218,7 @@ def stylize(
     )
     backbone = _adapted(backbone, lora or [], ip_adapter, clip_vision, ip_blocks, allow_download)
     engine = Stylizer(backbone, flow)
-    plan = engine.plan(clip, options, _bytes(memory_gb))
+    plan = engine.plan(clip, options, _bytes(memory_gb), _policy(memory_policy))
     for notice in clip.info.notices:
         err.print(f"note: {notice}")
     with _Bars() as bars:
@@ -241,6 +250,7 @@ def plan(
     width: Width = None,
     height: Height = None,
     memory_gb: Budget = None,
+    memory_policy: MemoryPolicy = "fast",
     device: Device = "auto",
     debug: Debug = False,
 ) -> None:
@@ -251,7 +261,7 @@ def plan(
 
     clip = open_clip(video_path, width=width, height=height)
     options = parse_options(preset, steps=num_inference_steps, guidance=guidance_scale, window=window)
-    made = Stylizer(*_load(model, device)).plan(clip, options, _bytes(memory_gb))
+    made = Stylizer(*_load(model, device)).plan(clip, options, _bytes(memory_gb), _policy(memory_policy))
     print(made.describe())
 
 
@@ -337,6 +347,15 @@ def _bytes(gigabytes: float | None) -> int | None:
     if not 0 < gigabytes < 1e6:
         raise InputError(f"memory_gb = {gigabytes:g} is out of range; give a number above 0, or leave it out")
     return int(gigabytes * 1e9)
+
+
+def _policy(name: str) -> str:
+    from .errors import InputError
+    from .memory.plan import POLICIES
+
+    if name not in POLICIES:
+        raise InputError(f"memory_policy = {name} is unknown; give {' or '.join(POLICIES)}")
+    return name
 
 
 def _device(name: str):

@@ -109,7 +109,7 @@ def load_lora(
             f"{path}: none of its {len(file.adapters)} layers is one of {base}'s "
             f"(first: {next(iter(file.adapters))}). It looks like a LoRA for {likely_base(file)}; give one for {base}"
         )
-    return LoRA(file, layers, strength, _parse_steps(steps), _parse_scenes(scenes), tuple(unmatched))
+    return LoRA(file, layers, strength, parse_steps(steps), parse_scenes(scenes), tuple(unmatched))
 
 
 def layer_names(parts: dict[str, nn.Module]) -> dict[str, tuple[str, str]]:
@@ -164,7 +164,8 @@ def likely_base(file: AdapterFile) -> str:
     return "another model"
 
 
-def _parse_steps(text: str) -> tuple[tuple[float, float], ...]:
+def parse_steps(text: str) -> tuple[tuple[float, float], ...]:
+    """Factors over the steps, ``0:1, 0.5:0.2``, by place in 0..1. Raises InputError for anything else."""
     try:
         points = tuple(sorted(tuple(map(float, p.split(":"))) for p in text.split(",") if p.strip()))
         if any(len(p) != 2 or not 0 <= p[0] <= 1 or not isfinite(p[1]) for p in points):
@@ -174,7 +175,8 @@ def _parse_steps(text: str) -> tuple[tuple[float, float], ...]:
     return points
 
 
-def _parse_scenes(text: str) -> tuple[float, ...]:
+def parse_scenes(text: str) -> tuple[float, ...]:
+    """A factor for each scene, ``1, 0.5``. Raises InputError for what is no finite number."""
     try:
         factors = tuple(float(v) for v in text.split(",") if v.strip())
         if not all(map(isfinite, factors)):
