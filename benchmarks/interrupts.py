@@ -1,8 +1,9 @@
 """The nodes through a real ComfyUI's comfy package, interrupted at random twenty times: what is left afterwards.
 
-    COMFYUI_PATH=... PYTHONPATH=folder-with-a-link-named-comfyui_veostyle python benchmarks/interrupts.py --out FOLDER
+    COMFYUI_PATH=... PYTHONPATH=folder-with-a-link-named-comfyui_veostyle python benchmarks/interrupts.py --out FOLDER \\
+        --clip CLIP --style PICTURE
 
-Runs loader, model, style, denoiser and decoder whole once, then with ComfyUI's own interrupt at random moments, each time
+Runs model, scenes, denoiser, decoder, compare and save whole once, then with ComfyUI's own interrupt at random moments, each time
 from a changed seed so that nothing is resumed. Prints the stage of each, what stays allocated against what did before, and
 partial files; at last a whole run again, which must give the frames of the first. Writes interrupts.json.
 """
@@ -55,6 +56,8 @@ import torch  # noqa: E402
 from comfyui_veostyle.nodes.decode import VAEDecode  # noqa: E402
 from comfyui_veostyle.nodes.denoise import STNormDenoiser  # noqa: E402
 from comfyui_veostyle.nodes.model import LoadModel  # noqa: E402
+from comfyui_veostyle.nodes.output import Compare, SaveVideo  # noqa: E402
+from comfyui_veostyle.nodes.video import Scenes  # noqa: E402
 from comfyui_veostyle.veo_core.style.encoder import load_style  # noqa: E402
 from comfyui_veostyle.veo_core.video.reader import open_clip  # noqa: E402
 
@@ -63,7 +66,7 @@ MIB = 1 << 20
 
 def node(kind: type) -> type:
     """A node class as core would call it."""
-    return type(kind.__name__, (kind,), {"hidden": types.SimpleNamespace(unique_id="1")})
+    return type(kind.__name__, (kind,), {"hidden": types.SimpleNamespace(unique_id="1", prompt={}, extra_pnginfo={})})
 
 
 def allocated() -> float:
@@ -86,10 +89,13 @@ def main() -> None:
 
     def run(seed: int) -> str:
         with torch.inference_mode():
+            node(Scenes).execute(clip)
             latent = node(STNormDenoiser).execute(model, clip, style, 0, 0.0, 1.0, seed).args[0]
             video, memory = node(VAEDecode).execute(latent, model).args
         if not seed:
             print(memory.describe(), flush=True)
+        both = node(Compare).execute(clip, video, "split").args[0]
+        node(SaveVideo).execute(both, "saved", "vp9")
         return hashlib.sha256(Path(video.get_stream_source()).read_bytes()).hexdigest()[:16]
 
     first = run(0)
@@ -112,7 +118,7 @@ def main() -> None:
         timer.cancel()
         comfy.model_management.interrupt_current_processing(False)
         kept = allocated()
-        parts = [str(p) for p in arguments.out.rglob("*.part*")]
+        parts = [str(p) for p in arguments.out.rglob("*") if ".part" in p.name]
         rows.append(
             {"at": after, "stage": end, "waited": waited, "kept_mib": kept, "change": kept / before - 1, "parts": parts}
         )

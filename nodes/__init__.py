@@ -19,7 +19,7 @@ NODES = {
 }
 # Packages by the name that they are imported under: the name that pip knows, and the nodes that cannot do without.
 NEEDS = {
-    "av": ("av", {*NODES["video"], *NODES["decode"], *NODES["output"]}),
+    "av": ("av", {*NODES["video"], *NODES["memory"], *NODES["denoise"], *NODES["decode"], *NODES["output"]}),
     "diffusers": ("diffusers", {"LoRAInjector", "IPAdapterLoader"}),
     "transformers": ("transformers", {"LoRAInjector", "IPAdapterLoader"}),
     "open_clip": ("open_clip_torch", {"IPAdapterLoader"}),

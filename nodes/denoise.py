@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import folder_paths
 from comfy_api.latest import io
 
 from .progress import CanvasMonitor
 from .types import VeoClip, VeoMemory, VeoModel, VeoStyle, schema, valid
-
-if TYPE_CHECKING:
-    from ..veo_core.options import StylizeOptions
 
 
 class STNormDenoiser(io.ComfyNode):
@@ -112,10 +108,10 @@ class STNormDenoiser(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(
-        cls, steps, guidance, strength, seed, preset="balanced", denoise=0.0, inversion=False, window=0, knobs=""
-    ):
-        return valid(_options, steps, guidance, strength, seed, preset, denoise, inversion, window, knobs)
+    def validate_inputs(cls, window=0, knobs=""):
+        from ..veo_core.options import parse_options
+
+        return valid(parse_options, knobs=knobs or "", window=window or 2)
 
     @classmethod
     def execute(
@@ -135,9 +131,20 @@ class STNormDenoiser(io.ComfyNode):
         memory=None,
     ) -> io.NodeOutput:
         from ..veo_core.memory.watch import MemoryWatch, RunMemory
+        from ..veo_core.options import parse_options
         from ..veo_core.store import prune
 
-        options = _options(steps, guidance, strength, seed, preset, denoise, inversion, window, knobs)
+        options = parse_options(
+            preset,
+            inversion,
+            knobs,
+            steps=steps or None,
+            guidance=guidance or None,
+            strength=strength,
+            seed=seed,
+            denoise=denoise or None,
+            window=window or None,
+        )
         folder = Path(folder_paths.get_output_directory()) / ".veostyle"
         prune(folder, keep=8)
         memory = memory or RunMemory()
@@ -148,20 +155,3 @@ class STNormDenoiser(io.ComfyNode):
         latents.store.close()
         memory = replace(memory, plan=plan, traces=(watch.trace,))
         return io.NodeOutput({"samples": latents.samples, "veo": latents, "veo_memory": memory})
-
-
-def _options(steps, guidance, strength, seed, preset, denoise, inversion, window, knobs) -> StylizeOptions:
-    """The engine's options; where 0 is the model's own choice, it is left to it."""
-    from ..veo_core.options import parse_options
-
-    return parse_options(
-        preset,
-        inversion,
-        knobs,
-        steps=steps or None,
-        guidance=guidance or None,
-        strength=strength,
-        seed=seed,
-        denoise=denoise or None,
-        window=window or None,
-    )

@@ -18,7 +18,8 @@ def temporary_path(name: str) -> Path:
     """A new place in ComfyUI's temporary folder; nothing is there yet."""
     temp = Path(folder_paths.get_temp_directory())
     temp.mkdir(parents=True, exist_ok=True)
-    return temp / f"veostyle_{uuid.uuid4().hex[:8]}_{name}"
+    # Names have a limit of 255 bytes, of which a letter takes up to four.
+    return temp / f"veostyle_{uuid.uuid4().hex[:8]}_{name[-50:]}"
 
 
 def quality_inputs() -> list:

@@ -85,7 +85,7 @@ class LoadModel(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, model, path="", motion_module="", **settings):
-        return states(path or folder_paths.get_full_path("checkpoints", model), motion_module)
+        return states(chosen("checkpoints", model, path), motion_module)
 
     @classmethod
     def execute(
@@ -168,7 +168,7 @@ class LoRAInjector(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, lora, path="", **settings):
-        return states(path or folder_paths.get_full_path("loras", lora))
+        return states(chosen("loras", lora, path))
 
     @classmethod
     def execute(cls, model, lora, strength, steps="", scenes="", path="") -> io.NodeOutput:
@@ -216,7 +216,7 @@ class IPAdapterLoader(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, path, clip_vision, **settings):
-        return states(path, folder_paths.get_full_path("clip_vision", clip_vision))
+        return states(path, chosen("clip_vision", clip_vision))
 
     @classmethod
     def execute(cls, model, path, clip_vision, blocks) -> io.NodeOutput:
@@ -268,6 +268,11 @@ def missing(**paths: str | None) -> bool | str:
         if path and not Path(path).exists()
     ]
     return "; ".join(gone) or True
+
+
+def chosen(kind: str, name: str | None, path: str | None = "") -> str | None:
+    """The file that a path or a name in ComfyUI's folders means; None where another node gives it."""
+    return path or (folder_paths.get_full_path(kind, name) if name and path is not None else None)
 
 
 def states(*paths: str | None) -> str:

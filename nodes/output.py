@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import folder_paths
@@ -13,6 +15,7 @@ from .types import VeoClip, schema, track_of, valid
 from .video import clip_of
 
 AUTO = "auto"
+log = logging.getLogger(__name__)
 
 
 class Frames(io.ComfyNode):
@@ -31,6 +34,7 @@ class Frames(io.ComfyNode):
                 io.Int.Input("count", default=1, min=1, max=100_000, tooltip="How many; fewer where the video ends."),
             ],
             outputs=[io.Image.Output(display_name="images", tooltip="The frames, in order.")],
+            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -38,7 +42,8 @@ class Frames(io.ComfyNode):
         from ..veo_core.video.reader import read_frames
 
         clip, _ = clip_of(video)
-        return io.NodeOutput(read_frames(clip, first, count).movedim(1, -1))
+        told = CanvasMonitor(cls.hidden.unique_id).counter("reading")
+        return io.NodeOutput(read_frames(clip, first, count, lambda index: told(index, first + count)))
 
 
 class Compare(io.ComfyNode):
@@ -142,11 +147,12 @@ class SaveVideo(io.ComfyNode):
         sound = clip_audio(clip) or track_of(audio)
         count = CanvasMonitor(cls.hidden.unique_id).counter("saving")
         save_clip(clip, path, output, audio=sound, metadata=workflow_tags(cls.hidden), progress=count)
-        return io.NodeOutput(str(path), ui=ui.PreviewVideo(_shown(path, subfolder)))
+        return io.NodeOutput(str(path), ui=ui.PreviewVideo(_shown(path, subfolder, count)))
 
 
-def _shown(path: Path, subfolder: str) -> list[ui.SavedResult]:
+def _shown(path: Path, subfolder: str, progress: Callable[[int, int], None]) -> list[ui.SavedResult]:
     """The saved file; of a folder of pictures the first; before what no browser plays a small copy for the node."""
+    from ..veo_core.errors import VeoError
     from ..veo_core.video.preview import plays_in_browser, preview
     from ..veo_core.video.reader import open_clip
 
@@ -155,5 +161,10 @@ def _shown(path: Path, subfolder: str) -> list[ui.SavedResult]:
     saved, result = open_clip(path), ui.SavedResult(path.name, subfolder, io.FolderType.output)
     if plays_in_browser(saved):
         return [result]
-    copy = preview(saved, Path(folder_paths.get_temp_directory()))
+    try:
+        copy = preview(saved, Path(folder_paths.get_temp_directory()), progress)
+    except VeoError as e:
+        # The file is saved; that it cannot be shown must not say otherwise.
+        log.warning("VeoStyle: %s is saved and cannot be shown: %s", path, e)
+        return [result]
     return [ui.SavedResult(copy.name, "", io.FolderType.temp), result]

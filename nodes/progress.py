@@ -29,7 +29,7 @@ class CanvasMonitor:
         self._bars: dict[str, comfy.utils.ProgressBar] = {}
         self._begun: dict[str, tuple[float, int]] = {}
         self._shown = self._told = 0.0
-        self._stage = ""
+        self._stage, self._at = "", None
         self._node_id = node_id
 
     def __call__(self, progress) -> None:
@@ -43,8 +43,9 @@ class CanvasMonitor:
         comfy.model_management.throw_exception_if_processing_interrupted()
         self._tell(stage, done, total)
         # Encoding takes turns with denoising: the bar is that of the frames that are through both.
-        if not total or stage == "encode":
+        if not total or stage == "encode" or (preview is None and (stage, done) == self._at):
             return
+        self._at = (stage, done)
         if stage not in self._bars:
             self._bars[stage] = comfy.utils.ProgressBar(total, node_id=self._node_id)
         self._bars[stage].update_absolute(done, total, self._preview(preview))
@@ -52,7 +53,8 @@ class CanvasMonitor:
     def _tell(self, stage: str, done: int, total: int) -> None:
         now = time.monotonic()
         begun, first = self._begun.setdefault(stage, (now, done))
-        if stage == self._stage and done != total and now - self._told < PREVIEW_EVERY:
+        at_end = done == total and (stage, done) != self._at
+        if stage == self._stage and not at_end and now - self._told < PREVIEW_EVERY:
             return
         self._stage, self._told = stage, now
         parts = [f"{TITLES.get(stage, stage)}: frame {done}" + (f" of {total}" if total else "")]

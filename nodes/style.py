@@ -88,7 +88,7 @@ class Blend(io.ComfyNode):
     def validate_inputs(cls, scenes=""):
         from ..veo_core.style.encoder import parse_shares
 
-        return valid(parse_shares, scenes or "0")
+        return valid(parse_shares, scenes) if scenes and scenes.strip() else True
 
     @classmethod
     def execute(cls, style_a, style_b, share_b, scenes="") -> io.NodeOutput:

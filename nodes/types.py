@@ -63,11 +63,12 @@ class LoadedModel:
         return LoadedModel(self.engine.with_backbone(backbone), [*self.patchers, *map(patcher_of, modules)])
 
     def plan(self, clip: Clip, options: StylizeOptions, memory: RunMemory) -> MemoryPlan:
-        """The plan of a run. All of the device's memory counts as free, since ComfyUI makes room on demand."""
+        """The plan of a run. All of a GPU's memory counts as free, since ComfyUI makes room there on demand."""
         import comfy.model_management as management
 
         self.to_device(0)
-        free = int(management.get_total_memory(management.get_torch_device()))
+        device = management.get_torch_device()
+        free = None if getattr(device, "type", device) == "cpu" else int(management.get_total_memory(device))
         return self.engine.plan(clip, options, memory.budget, memory.policy, free)
 
 

@@ -117,20 +117,20 @@ class LoadVideo(io.ComfyNode):
     @classmethod
     def validate_inputs(cls, file, path=""):
         if path:
-            return (
-                True
-                if os.path.exists(path)
-                else f"path = {path} does not exist; give a video, or leave it empty to use file"
-            )
+            exists = os.path.exists(path)
+            return exists or f"path = {path} does not exist; give a video, or leave it empty to use file"
+        # What another node gives is not known yet.
+        if path is None or file is None:
+            return True
         if not file or not folder_paths.exists_annotated_filepath(file):
             return f"file = {file} is not in ComfyUI's input folder; upload it or choose another"
         return True
 
     @classmethod
     def fingerprint_inputs(cls, file, path="", **settings):
-        from ..veo_core.engine import source_identity
+        from ..veo_core.weights_file import file_state
 
-        return str(source_identity(_located(file, path)))
+        return "" if path is None or file is None else file_state(_located(file, path))
 
     @classmethod
     def execute(cls, **inputs) -> io.NodeOutput:
@@ -223,7 +223,7 @@ class Scenes(io.ComfyNode):
 
         count = CanvasMonitor(cls.hidden.unique_id).counter("survey")
         seen = survey(clip, progress=lambda done: count(done, 0))
-        sheet = contact_sheet(clip, seen)[None]
+        sheet = contact_sheet(clip, seen, lambda index: count(index, seen.frames))[None]
         text = describe_scenes(seen)
         show_text(text, cls.hidden.unique_id)
         return io.NodeOutput(sheet, text, ui=ui.PreviewImage(sheet))

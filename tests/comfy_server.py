@@ -12,8 +12,11 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from safetensors.torch import save_file
+
 from . import tiny
 from .conftest import EXAMPLES, ROOT, make_pictures, make_video
+from .test_ip_adapter import hf_state, ip_adapter_file, vision_model
 from .test_lora import kohya_file
 
 CORE_LOADERS = ("CheckpointLoaderSimple", "UNETLoader", "VAELoader", "CLIPLoader")
@@ -28,7 +31,16 @@ class Server:
         packs.mkdir()
         (packs / "an-odd-name_2").symlink_to(ROOT)
         (packs / "tiny_loaders").symlink_to(ROOT / "tests" / "comfy_pack")
-        for name in ("input", "output", "temp", "user", "models", "models/checkpoints", "models/loras"):
+        for name in (
+            "input",
+            "output",
+            "temp",
+            "user",
+            "models",
+            "models/checkpoints",
+            "models/loras",
+            "models/clip_vision",
+        ):
             (base / name).mkdir()
         made = tiny.parts()
         for name in ("tiny", "v1-5-pruned-emaonly-fp16"):
@@ -36,10 +48,14 @@ class Server:
         tiny.save_checkpoint(tiny.parts("sdxl"), base / "models/checkpoints/sd_xl_base_1.0.safetensors")
         for seed, name in enumerate(("tiny", "style_a", "style_b")):
             kohya_file(base / f"models/loras/{name}.safetensors", made.unet, seed)
+        save_file(hf_state(vision_model()), base / "models/clip_vision/CLIP-ViT-H-14-laion2B-s32B-b79K.safetensors")
+        ip_adapter_file(base / "ip_adapter.safetensors", made.unet)
         for file in EXAMPLES.iterdir():
             shutil.copy(file, base / "input")
         four_scenes(base / "input" / "small.mp4")
-        models = {"checkpoints": base / "models/checkpoints", "loras": base / "models/loras", "custom_nodes": packs}
+        models = {kind: base / "models" / kind for kind in ("checkpoints", "loras", "clip_vision")} | {
+            "custom_nodes": packs
+        }
         (base / "extra.yaml").write_text("veo:\n" + "".join(f"  {k}: {v}\n" for k, v in models.items()))
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
@@ -60,7 +76,11 @@ class Server:
             stderr=subprocess.STDOUT,
             env=os.environ | outside,
         )
-        self._wait(lambda: self.get("/system_stats"), 180)
+        try:
+            self._wait(lambda: self.get("/system_stats"), 180)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self):
         self.process.terminate()
@@ -107,13 +127,15 @@ def python_of(core: Path) -> Path:
     return next(p for p in (core / ".venv/bin/python", core / ".venv/Scripts/python.exe") if p.exists())
 
 
-def small(api: dict) -> dict:
+def small(api: dict, base: Path) -> dict:
     """A workflow of the queue with few small frames, few steps, and tiny models in place of those of core's loaders."""
     nodes = json.loads(json.dumps(api))
     for node in nodes.values():
         if node["class_type"] in CORE_LOADERS:
             node["class_type"] = f"Tiny{node['class_type']}"
-        node["inputs"] |= {k: v for k, v in SMALL.get(node["class_type"], {}).items()}
+        node["inputs"] |= SMALL.get(node["class_type"], {})
+        if node["class_type"] == "VeoStyleIPAdapter":
+            node["inputs"]["path"] = str(base / "ip_adapter.safetensors")
         if node["inputs"].get("steps"):
             node["inputs"] |= {"steps": 2, "window": 9}
     return nodes

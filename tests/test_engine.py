@@ -21,7 +21,7 @@ from comfyui_veostyle.veo_core.style.encoder import blend_by_scene, load_style
 from comfyui_veostyle.veo_core.video.audio import clip_audio
 from comfyui_veostyle.veo_core.video.reader import open_clip
 from comfyui_veostyle.veo_core.video.scenes import survey
-from comfyui_veostyle.veo_core.video.writer import OutputFormat
+from comfyui_veostyle.veo_core.video.writer import CODECS, OutputFormat
 
 from .conftest import EXAMPLES, make_pictures, make_video
 
@@ -197,7 +197,7 @@ def test_render_goes_on_after_an_interruption(engine, style, tmp_path, monkeypat
     assert (tmp_path / "a.mp4").read_bytes() == (tmp_path / "b.mp4").read_bytes()
 
 
-@pytest.mark.parametrize("codec", ["png", "gif", "webp", "ffv1"])
+@pytest.mark.parametrize("codec", CODECS)
 def test_every_kind_of_output(engine, style, tmp_path, codec):
     path = make_video(tmp_path / "v.mp4", 5, size=SIZE, picture=make_pictures(5, SIZE))
     latents = engine.denoise(open_clip(path), style, StylizeOptions(), tmp_path / "w")

@@ -5,9 +5,10 @@ import re
 import subprocess
 
 import pytest
-import tomllib
 
 from .conftest import ROOT
+
+tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no tomllib")
 
 SOURCES = [p for d in ("nodes", "veo_core", "kernels") for p in (ROOT / d).rglob("*.py")]
 

@@ -80,15 +80,19 @@ def test_a_watch_ends_when_the_run_fails():
 
 
 def test_a_watch_takes_constant_space_and_loses_no_peak(monkeypatch):
-    sizes = iter(range(10 * MOST_SAMPLES))
+    """In however long a run, however often stages change: the interval stays, and the largest sample of each stage too."""
+    sizes, clock = iter(range(100 * MOST_SAMPLES)), iter(range(100 * MOST_SAMPLES))
     monkeypatch.setattr(watching, "INTERVAL", 60)
     monkeypatch.setattr(MemoryWatch, "_used", lambda self: next(sizes) * MIB)
+    monkeypatch.setattr(watching.time, "monotonic", lambda: next(clock) / 10)
     with MemoryWatch(plan(), lambda p: None) as watch:
-        watch(progress("encode"))
-        for _ in range(3 * MOST_SAMPLES):
-            watch._sample()
-        assert len(watch.samples) <= MOST_SAMPLES
-    assert watch.samples[-1][2] == watch.peaks["encode"]
+        for number in range(5 * MOST_SAMPLES):
+            watch(progress("encode" if number % 2 else "denoise"))
+            assert len(watch.samples) <= MOST_SAMPLES + 1
+        watch._sample()
+        assert max(size for *_, size in watch.samples) == max(watch.peaks.values())
+    times = [t for t, *_ in watch.samples]
+    assert times == sorted(times)
 
 
 def colours_of(picture):

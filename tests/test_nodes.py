@@ -5,6 +5,8 @@ import importlib
 import json
 import shutil
 import sys
+import threading
+import time
 
 import pytest
 import torch
@@ -193,6 +195,21 @@ WIDGETS = ("INT", "FLOAT", "STRING", "COMBO", "BOOLEAN")
 def workflow(name):
     """A shipped workflow in its forms: of the queue, of the editor."""
     return tuple(json.loads((ROOT / "workflows" / f"{place}{name}.json").read_text()) for place in ("api/", ""))
+
+
+def test_every_node_has_help_with_a_picture_and_a_workflow(comfy):
+    """The help names every input and output by its name; a picture of the node is there."""
+    used = {n["class_type"] for name in WORKFLOWS for n in workflow(name)[0].values()}
+    for node_id, node in comfy.nodes.items():
+        assert node_id in used
+        schema, text = node.define_schema(), (ROOT / "web" / "docs" / f"{node_id}.md").read_text()
+        assert text.startswith(f"# {schema.display_name}\n")
+        rows = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")]
+        names = [p.id for p in schema.inputs] + [p.settings["display_name"] for p in schema.outputs]
+        assert [r for r in rows if r not in ("input", "output")] == names, node_id
+        assert f"](images/{node_id}.jpg)" in text
+        assert (ROOT / "web" / "docs" / "images" / f"{node_id}.jpg").stat().st_size > 2000
+    assert {p.stem for p in (ROOT / "web" / "docs").glob("*.md")} == set(comfy.nodes)
 
 
 def test_every_workflow_has_all_its_forms():
@@ -559,29 +576,79 @@ def ask(comfy, route, body):
 
 def test_the_editor_is_told_a_clip_s_facts_and_cuts(comfy):
     shutil.copy(EXAMPLES / "bunny.mp4", comfy.root / "input" / "bunny.mp4")
-    status, told = ask(comfy, "preview", {"file": "bunny.mp4", "start": 1.0, "width": 200})
+    settings = {"file": "bunny.mp4", "start": 1.0, "width": 200}
+    status, told = ask(comfy, "preview", {"asker": "1", "settings": settings})
     assert status == 200
-    assert told["size"] == [200, 112]
-    assert "from 1.00 s" in told["facts"]
+    assert "read as 200x112" in told["facts"]
     assert (comfy.root / "temp" / told["file"]).exists()
-    status, told = ask(comfy, "cuts", {"file": "bunny.mp4", "start": 1.0, "duration": 2.0})
+    status, told = ask(comfy, "cuts", {"asker": "1", "settings": {"file": "bunny.mp4", "start": 1.0, "duration": 2.0}})
     assert (status, told["cuts"], told["whole"]) == (200, [0.75], True)
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("settings", "says"),
     [
         ({"file": "gone.mp4"}, "does not exist"),
         ({"file": "in.mp4", "start": 99}, "start = 99"),
+        ({"file": "in.mp4", "fit": "bogus"}, "fit = bogus"),
+        ({"file": "in.mp4", "start": "soon"}, "str"),
+        ({"file": None}, ""),
+        ({"path": "/" + "x" * 5000}, "too long"),
         ({"nothing": 1}, "nothing"),
-        ([], ""),
+        ("text", ""),
     ],
 )
-def test_the_editor_is_told_what_is_wrong(comfy, body, says):
+def test_the_editor_is_told_what_is_wrong(comfy, settings, says):
     for route in ("preview", "cuts"):
-        status, told = ask(comfy, route, body)
+        status, told = ask(comfy, route, {"asker": "1", "settings": settings})
         assert status == 400
         assert says in told["error"]
+        assert ask(comfy, route, {"settings": settings}) == (400, {"error": "'asker' is missing"})
+        assert ask(comfy, route, [])[0] == 400
+
+
+def test_a_newer_request_of_a_node_ends_the_older(comfy):
+    from comfyui_veostyle.nodes.routes import Jobs, Superseded
+
+    async def race():
+        jobs, begun = Jobs(), threading.Event()
+
+        def long(check):
+            begun.set()
+            while True:
+                check()
+                time.sleep(0.01)
+
+        older = asyncio.ensure_future(jobs.run("preview", "a", long))
+        other = asyncio.ensure_future(jobs.run("preview", "b", lambda check: {"who": "b"}))
+        await asyncio.to_thread(begun.wait)
+        newer = await jobs.run("preview", "a", lambda check: {"who": "a"})
+        with pytest.raises(Superseded):
+            await older
+        return newer, await other, jobs._newest
+
+    assert asyncio.run(race()) == ({"who": "a"}, {"who": "b"}, {})
+
+
+@pytest.mark.parametrize(
+    ("node_id", "inputs"),
+    [
+        ("VeoStyleLoadVideo", {"file": "", "path": None}),
+        ("VeoStyleLoadVideo", {"file": None}),
+        ("VeoStyleLoadModel", {"model": None}),
+        ("VeoStyleLoadModel", {"model": "veo-mini", "path": None}),
+        ("VeoStyleLoRAInjector", {"lora": None}),
+        ("VeoStyleLoRAInjector", {"lora": "none", "path": None}),
+        ("VeoStyleIPAdapter", {"path": None, "clip_vision": None}),
+    ],
+)
+def test_what_another_node_gives_is_not_looked_at_before_it_is_there(comfy, node_id, inputs):
+    import inspect
+
+    node = comfy.nodes[node_id]
+    names = inspect.signature(node.validate_inputs).parameters
+    assert node.validate_inputs(**{k: v for k, v in inputs.items() if k in names}) is True
+    assert node.fingerprint_inputs(**inputs) == ""
 
 
 def test_progress_says_stage_frame_speed_and_time_left(comfy, monkeypatch):
@@ -601,16 +668,11 @@ def test_progress_says_stage_frame_speed_and_time_left(comfy, monkeypatch):
         count(9, 100)
 
 
-DENOISER = {"steps": 0, "guidance": 0.0, "strength": 1.0, "seed": 0}
-
-
 @pytest.mark.parametrize(
     ("node_id", "inputs", "says"),
     [
-        ("VeoStyleSTNormDenoiser", DENOISER | {"window": 1}, "window = 1"),
-        ("VeoStyleSTNormDenoiser", DENOISER | {"knobs": "quarry=0.5"}, "knob 'quarry=0.5'"),
-        ("VeoStyleSTNormDenoiser", DENOISER | {"strength": 7}, "strength = 7"),
-        ("VeoStyleSTNormDenoiser", DENOISER | {"preset": "bold"}, "preset = 'bold'"),
+        ("VeoStyleSTNormDenoiser", {"window": 1}, "window = 1"),
+        ("VeoStyleSTNormDenoiser", {"knobs": "quarry=0.5"}, "knob 'quarry=0.5'"),
         ("VeoStyleEncoder", {"text": "@nowhere at night"}, "'@nowhere at night'"),
         ("VeoStyleBlend", {"scenes": "half"}, "scenes = 'half'"),
         ("VeoStyleVAEDecode", {"codec": "png"}, "codec = png"),
@@ -625,4 +687,5 @@ def test_mistakes_are_told_before_anything_runs(comfy, node_id, inputs, says):
     """Each on its node; what another node gives is None then, and is not looked at."""
     validate = comfy.nodes[node_id].validate_inputs
     assert says in validate(**inputs)
+    assert node_id != "VeoStyleBlend" or validate(scenes="  ") is True
     assert validate(**dict.fromkeys(inputs)) is True

@@ -1,16 +1,18 @@
 """What is done with a clip beside stylising: saved, compared, previewed, laid out on a sheet."""
 
+import threading
 from dataclasses import replace
 from fractions import Fraction
 
 import av
+import numpy as np
 import pytest
 import torch
 from comfyui_veostyle.veo_core.errors import InputError, OutputError
-from comfyui_veostyle.veo_core.video.audio import clip_audio
+from comfyui_veostyle.veo_core.video.audio import Waveform, clip_audio, read_waveform
 from comfyui_veostyle.veo_core.video.compare import LAYOUTS, compare, joined
 from comfyui_veostyle.veo_core.video.preview import FRAMES, SIDE, plays_in_browser, preview
-from comfyui_veostyle.veo_core.video.reader import open_clip
+from comfyui_veostyle.veo_core.video.reader import open_clip, read_frames
 from comfyui_veostyle.veo_core.video.save import save_clip, usual_format
 from comfyui_veostyle.veo_core.video.scenes import survey
 from comfyui_veostyle.veo_core.video.sheet import TILE, contact_sheet, describe_scenes
@@ -189,3 +191,130 @@ def test_picked_frames_are_those_that_reading_gives(source):
     assert [f.index for f in picked] == [0, 3]
     assert all(torch.equal(f.image, whole[f.index].image) and f.time == whole[f.index].time for f in picked)
     assert not list(clip.picked([]))
+
+
+def stream_of(path, **options):
+    """A video of 12 numbered frames with reordered pictures, remuxed by PyAV alone."""
+    source = make_video(path.with_name("reordered.mp4"), 12, size=SIZE, audio="stereo", options={"bf": "3", "g": "6"})
+    with av.open(source) as read, av.open(path, "w", **options) as write:
+        streams = {s.index: write.add_stream_from_template(s) for s in read.streams}
+        for packet in read.demux():
+            if packet.size:
+                packet.stream = streams[packet.stream.index]
+                write.mux(packet)
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.mkv", "a.ts", "a.mov", "late.mkv"])
+def test_saved_from_any_container_every_frame_is_there_with_its_sound(tmp_path, name):
+    """Containers without decoding times, or that begin later than 0, are not copied to something that cannot be read."""
+    path = stream_of(tmp_path / name, **({"options": {"output_ts_offset": "2"}} if "late" in name else {}))
+    clip = open_clip(path)
+    saved = save_clip(clip, tmp_path / "saved.mp4", OutputFormat("h264"), audio=clip_audio(clip))
+    assert numbers(saved) == numbers(path)
+    assert len(numbers(saved)) >= 11
+    with av.open(saved) as container:
+        begins = {s.type: s.start_time * s.time_base for s in container.streams if s.start_time is not None}
+    assert abs(begins["video"] - begins["audio"]) < 0.1
+
+
+@pytest.mark.parametrize("fit", ["crop", "pad", "stretch"])
+def test_source_and_result_line_up_whatever_the_fit(tmp_path, fit):
+    """Three bands of colour, read into a square: compare, sheet and preview show what the clip shows."""
+
+    def bands(index, width, height):
+        picture = np.zeros((height, width, 3), np.uint8)
+        for i in range(3):
+            picture[:, i * width // 3 : (i + 1) * width // 3, i] = 200
+        return picture
+
+    wide = make_video(tmp_path / "wide.mp4", 4, size=(192, 64), picture=bands, options={"crf": "4"})
+    clip = open_clip(wide, width=64, height=64, fit=fit)
+    shown = next(iter(clip.frames())).image
+    result = save_clip(clip, tmp_path / "result.mp4", OutputFormat("h264", crf=4))
+    path = compare(clip, open_clip(result), tmp_path / "c.mp4", "side_by_side", OutputFormat("h264", crf=4))
+    both = next(iter(open_clip(path).frames())).image
+    assert (both[..., :64] - both[..., 64:]).abs().mean() < 0.02
+    previewed = next(iter(open_clip(preview(clip, tmp_path)).frames())).image
+    assert (previewed - shown).abs().mean() < 0.04
+    sheet = contact_sheet(clip, survey(clip))[8 : 8 + TILE, 8 : 8 + TILE].movedim(-1, 0)
+    small = torch.nn.functional.interpolate(sheet[None], (64, 64), mode="area")[0]
+    assert (small - shown).abs().mean() < 0.04
+
+
+@pytest.mark.parametrize("rate", [Fraction(24), Fraction(120)])
+def test_a_gif_is_made_of_any_rate(tmp_path, rate):
+    path = make_video(tmp_path / "in.mp4", 12, size=SIZE, rate=rate)
+    saved = save_clip(open_clip(path), tmp_path / "o.gif", OutputFormat("gif"))
+    seen = numbers(saved)
+    assert seen == sorted(seen)
+    assert seen[0] == 0
+    assert len(seen) >= 10
+
+
+def test_sound_is_cut_to_the_pictures(source, tmp_path):
+    long = Waveform(np.zeros((1, 48000 * 9), np.float32), 48000)
+    clip = open_clip(source)
+    for path in (
+        save_clip(clip, tmp_path / "s.mp4", OutputFormat("h264", crf=30), audio=long),
+        compare(clip, clip, tmp_path / "c.mp4", audio=long),
+    ):
+        assert read_waveform(clip_audio(open_clip(path))).samples.shape[1] < 0.7 * 48000
+
+
+def test_two_at_once_make_the_same_preview(source, tmp_path):
+    clip, made = open_clip(source), []
+    threads = [threading.Thread(target=lambda: made.append(preview(clip, tmp_path / "p"))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(made)) == 1
+    assert numbers(made[0]) == list(range(12))
+    assert [p.name for p in (tmp_path / "p").iterdir()] == [made[0].name]
+
+
+def test_a_still_that_is_painted_over_has_another_preview(tmp_path):
+    from PIL import Image
+
+    stills = tmp_path / "stills"
+    stills.mkdir()
+    Image.new("RGB", (64, 48), "red").save(stills / "a.png")
+    first = preview(open_clip(stills), tmp_path)
+    Image.new("RGB", (64, 48), "green").save(stills / "a.png")
+    assert preview(open_clip(stills), tmp_path) != first
+
+
+def test_a_name_as_long_as_can_be_is_written(source, tmp_path):
+    path = tmp_path / f"{'語' * 83}.mp4"
+    save_clip(open_clip(source), path, OutputFormat("h264", crf=30))
+    assert numbers(path) == list(range(12))
+
+
+def test_every_pass_can_be_interrupted(source, tmp_path):
+    """Each kind of work asks, before it has read many frames, whether it may go on."""
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    clip = open_clip(source)
+    for work in (
+        lambda: save_clip(clip, tmp_path / "a.mp4", OutputFormat("h264"), progress=stop),
+        lambda: save_clip(clip, tmp_path / "a.mp4", OutputFormat("h264", crf=20), progress=stop),
+        lambda: compare(clip, clip, tmp_path / "a.mp4", progress=stop),
+        lambda: preview(clip, tmp_path / "p", stop),
+        lambda: contact_sheet(clip, survey(clip), stop),
+        lambda: survey(clip, progress=stop),
+        lambda: read_frames(clip, 9, 2, stop),
+    ):
+        with pytest.raises(KeyboardInterrupt):
+            work()
+    assert not list(tmp_path.rglob("*.part*"))
+
+
+def test_av1_plays_in_browsers_and_is_copied(source, tmp_path):
+    path = save_clip(open_clip(source), tmp_path / "a.mp4", OutputFormat("av1"))
+    clip = open_clip(path)
+    assert clip.info.codec == "av1"
+    assert plays_in_browser(clip)
+    assert usual_format(clip) == OutputFormat("av1")

@@ -116,6 +116,8 @@ def test_styles_are_blended_scene_by_scene():
     assert len(again.by_scene) == 3
     assert again.by_scene[2].weights == (0.5, 0.5)
     assert blend_by_scene([a, b], [[0.5, 0.5]]).digest == blend_styles([a, b], [0.5, 0.5]).digest
+    assert blend_by_scene([a, b], [[1, 0], [0, 1], [0, 1]]).digest == blend_by_scene([a, b], [[1, 0], [0, 1]]).digest
+    assert blend_by_scene([a, b], [[1, 0], [1, 0]]).digest == blend_styles([a, b], [1, 0]).digest
     with pytest.raises(InputError, match="empty"):
         blend_by_scene([a, b], [])
 

@@ -73,7 +73,7 @@ MemoryPolicy = Annotated[
     typer.Option(
         "--memory_policy",
         "--memory-policy",
-        help="fast works on as many frames at once as fit, lean on one; no change to the result.",
+        help="fast encodes and decodes as many frames at once as fit, lean one; the result is the same.",
     ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]

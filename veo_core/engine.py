@@ -159,7 +159,7 @@ class Stylizer:
         )
         monitor(Progress("survey", seen.frames, seen.frames))
         timeline = Timeline(seen.scenes, self.backbone.time_factor)
-        conditions = [self.backbone.condition(s, options, seen) for s in style.by_scene]
+        conditions = [self.backbone.condition(s, options, seen) for s in style.by_scene[: len(seen.scenes)]]
         store = self._open_store(clip, style, options, timeline, folder)
         try:
             self._denoise_into(store, clip, timeline, conditions, options, plan, monitor)

@@ -64,7 +64,8 @@ def render(
                 writer.write(frames, times[done : done + len(frames)])
                 done += len(frames)
         return path
-    join(_segments(engine, latents, settings, monitor), path, output, audio, metadata)
+    parts = _segments(engine, latents, settings, monitor)
+    join(parts, path, output, audio, metadata, lambda: monitor(Progress("decode", len(times), len(times))))
     return path
 
 

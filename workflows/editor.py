@@ -29,7 +29,7 @@ class Editor:
 
     def __init__(self, page, url: str, locale: str | None = None):
         self.page, self.errors = page, []
-        page.on("pageerror", lambda e: self.errors.append(str(e)))
+        page.on("pageerror", lambda e: self.errors.append(f"{e}\n{getattr(e, 'stack', '')}"))
         page.goto(url, wait_until="load")
         page.wait_for_function(READY, timeout=120_000)
         page.wait_for_timeout(2000)

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import av
-import tomllib
 from editor import Editor, opened
 from PIL import Image
 
@@ -149,13 +149,17 @@ LAYOUTS = {
         [model("4"), memory("5")], [stylise("6"), note(RESUME)], [result("7", "9")], [memory("8", title="Planned and measured")],
     ],
     "long_film": [
-        [video("1")], [style("2", "3"), note("A large file is given by its path: it is neither copied nor loaded. Memory "
-         "does not grow "
-         "with length; latents rest on disk.")],
-        [model("4"), memory("5")], [stylise("6"), note("After a crash, or an interruption, press Run again: it goes on at "
-         "the window "
-         "where it stopped.")],
-        [result("7", "8")],
+        [video("1")], [style("2", "3"), note("Put the full path of your film into path: it is neither copied nor loaded. Memory "
+         "does not grow with length; latents rest on disk.")],
+        [model("4"), memory("5")], [stylise("6"), note("After a crash, or an interruption, press Run again: it goes on at the "
+         "window where it stopped.")],
+        [result("7", "8"), note("Encoded once, as H.265, in pieces that a crash does not cost; Save Video copies it.")],
+    ],
+    "ip_adapter": [
+        [video("1")], [style("2", "3"), note(RESUME)],
+        [model("4", "5"), note("Give the path of your IP-Adapter (safetensors) and the image encoder it was made with. blocks = "
+         "style leaves layout to the source.")],
+        [stylise("6")], [result("7", "8")],
     ],
     "core_nodes": [
         [Group("From core", BLUE, ("1", "2")), note("A VIDEO of core, or of any pack, becomes a clip without being loaded.")],
@@ -215,7 +219,7 @@ def lay_out(editor: Editor, name: str) -> None:
     editor.page.wait_for_timeout(2000)
     editor.page.evaluate(LAY_OUT, [columns, ROOM, WIDER, GAP, TITLE, WIDTH])
     made = editor.workflow()
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
     for node in made["nodes"]:
         ours = node["type"].startswith("VeoStyle")
         node["properties"] = {"Node name for S&R": node["type"]} | (

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import psutil
@@ -86,7 +87,7 @@ class MemoryWatch:
         self.stage = ""
         self.samples: list[tuple[float, str, int]] = []
         self.peaks: dict[str, int] = {}
-        self._interval = INTERVAL
+        self._apart = 0.0
         self._lock, self._done = threading.Lock(), threading.Event()
 
     def __enter__(self) -> MemoryWatch:
@@ -113,7 +114,7 @@ class MemoryWatch:
         return MemoryTrace(tuple(self.samples), dict(self.peaks))
 
     def _run(self) -> None:
-        while not self._done.wait(self._interval):
+        while not self._done.wait(INTERVAL):
             self._sample()
 
     def _used(self) -> int:
@@ -130,9 +131,16 @@ class MemoryWatch:
                 torch.cuda.reset_peak_memory_stats(self.plan.device)
             if self.stage:
                 self.peaks[self.stage] = max(peak, self.peaks.get(self.stage, 0))
-                self.samples.append((time.monotonic() - self._begun, self.stage, peak))
-            if len(self.samples) > MOST_SAMPLES:
-                # Of each two the larger: coarser in time, no peak lost.
-                pairs = zip(self.samples[::2], self.samples[1::2], strict=False)
-                self.samples = [max(pair, key=lambda sample: sample[2]) for pair in pairs]
-                self._interval *= 2
+                self._keep((time.monotonic() - self._begun, self.stage, peak))
+
+    def _keep(self, sample: tuple[float, str, int]) -> None:
+        """Adds a sample, in one with the last where they are closer than what is kept apart."""
+        if self.samples and sample[1] == self.samples[-1][1] and sample[0] - self.samples[-1][0] < self._apart:
+            self.samples[-1] = (self.samples[-1][0], sample[1], max(sample[2], self.samples[-1][2]))
+            return
+        self.samples.append(sample)
+        if len(self.samples) > MOST_SAMPLES:
+            # Of each two the larger: coarser in time, no peak lost.
+            pairs = zip_longest(self.samples[::2], self.samples[1::2], fillvalue=sample)
+            self.samples = [max(pair, key=lambda s: s[2]) for pair in pairs]
+            self._apart = 2 * self._apart or INTERVAL

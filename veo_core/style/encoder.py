@@ -143,8 +143,11 @@ def blend_by_scene(styles: list[Style], weights: list[list[float]]) -> Style:
         return of[min(index, len(of) - 1)]
 
     count = max(len(weights), *(len(s.by_scene) for s in styles))
-    scenes = [blend_styles([last(s.by_scene, i) for s in styles], last(weights, i)) for i in range(count)]
-    return scenes[0] if count == 1 else replace(scenes[0], scenes=tuple(scenes))
+    made = [blend_styles([last(s.by_scene, i) for s in styles], last(weights, i)) for i in range(count)]
+    # Scenes beyond the last take it anyway.
+    while len(made) > 1 and made[-1].digest == made[-2].digest:
+        made.pop()
+    return made[0] if len(made) == 1 else replace(made[0], scenes=tuple(made))
 
 
 def parse_shares(text: str) -> list[float]:

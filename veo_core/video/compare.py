@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from fractions import Fraction
 from itertools import zip_longest
 from pathlib import Path
@@ -14,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .audio import AudioTrack, Waveform
+from .audio import AudioTrack, Waveform, cut_to
 from .reader import Clip
+from .save import timed
 from .writer import OutputFormat, VideoWriter, tick
 
 Layout = Literal["split", "side_by_side", "stacked"]
@@ -36,7 +36,7 @@ def compare(
     """Writes a video that shows both, frame by frame, with the result's times.
 
     Args:
-        source: scaled to the result's size. result: as many frames as the source has.
+        source: scaled to the result's size, cropped or padded as it is. result: as many frames as the source has.
         layout: ``split`` shows the source left of a line that sweeps over the picture and back in 4 seconds.
         progress: told how many frames of how many are written; may raise to interrupt.
 
@@ -44,28 +44,28 @@ def compare(
         InputError: the two have different numbers of frames.
         OutputError: as of :class:`~.writer.VideoWriter`; nothing is left under ``path``.
     """
-    times = [time for time, _, _ in result.thumbnails()]
-    count = sum(1 for _ in source.thumbnails())
-    if count != len(times):
+    times = timed(result, progress)
+    count, total = len(timed(source, progress)) - 1, len(times) - 1
+    if count != total:
         raise InputError(
-            f"source has {count} frames and video {len(times)}; give as source the clip that the video was made from"
+            f"source has {count} frames and video {total}; give as source the clip that the video was made from"
         )
     width, height = result.size
-    source = replace(source, width=width, height=height, fit="stretch")
+    source = source.scaled(width, height)
     size = {"split": (width, height), "side_by_side": (2 * width, height), "stacked": (width, 2 * height)}[layout]
     with VideoWriter(
         path,
         size,
         result.nominal_rate,
-        time_base=tick(times, 1 / result.nominal_rate),
+        time_base=tick(times[:-1], 1 / result.nominal_rate),
         output=output,
         tags=result.info.tags,
-        audio=audio,
+        audio=cut_to(audio, times[-1]),
     ) as writer:
         for before, after in zip_longest(source.frames(), result.frames()):
-            progress(after.index, len(times))
+            progress(after.index, total)
             writer.write(joined(before.image, after.image, layout, after.time)[None], [after.time])
-        progress(len(times), len(times))
+        progress(total, total)
     return path
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
+from ..weights_file import file_state
 from .reader import Clip
 from .save import save_clip
 from .writer import OutputFormat
 
-SIDE, FRAMES = 480, 300
+SIDE, FRAMES, SECONDS = 480, 300, 60
 _BROWSERS = {".mp4": ("h264", "av1"), ".webm": ("vp9", "av1"), ".gif": ("gif",), ".webp": ("webp",)}
 
 
@@ -21,8 +22,14 @@ def plays_in_browser(clip: Clip) -> bool:
     return clip.info.codec in _BROWSERS.get(clip.path.suffix.lower(), ()) and clip.info.bits == 8
 
 
+def beginning(clip: Clip, frames: int) -> Clip:
+    """At most so many frames of the first minute of a clip."""
+    duration = min(clip.duration or SECONDS, Fraction(SECONDS))
+    return replace(clip, duration=duration, max_frames=min(clip.max_frames or frames, frames))
+
+
 def preview(clip: Clip, folder: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> Path:
-    """Writes the first 300 frames at no more than 480 pixels a side, once for each file and settings.
+    """Writes the beginning, 300 frames or a minute, at no more than 480 pixels a side, once for each file and settings.
 
     Args:
         folder: made when missing; the file's name tells what is in it.
@@ -32,21 +39,11 @@ def preview(clip: Clip, folder: Path, progress: Callable[[int, int], None] = lam
         InputError: nothing could be read.
     """
     scale = min(1.0, SIDE / max(clip.size))
-    width, height = (max(16, 2 * round(side * scale / 2)) for side in clip.size)
-    small = replace(
-        clip,
-        width=width,
-        height=height,
-        fit=clip.fit if clip.width and clip.height else "stretch",
-        max_frames=min(clip.max_frames or FRAMES, FRAMES),
-    )
-    status = clip.path.stat()
-    told = repr(
-        (str(clip.path), status.st_size, status.st_mtime_ns, [v for k, v in vars(small).items() if k != "info"])
-    )
+    small = clip.scaled(*(max(16, 2 * round(side * scale / 2)) for side in clip.size))
+    small = beginning(small, FRAMES)
+    told = repr((file_state(clip.path), [v for k, v in vars(small).items() if k != "info"]))
     path = folder / f"veostyle_preview_{hashlib.sha256(told.encode()).hexdigest()[:16]}.mp4"
     if path.exists():
-        os.utime(path)
         return path
     folder.mkdir(parents=True, exist_ok=True)
     return save_clip(small, path, OutputFormat("h264", crf=26), progress=progress)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import struct
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import av
 import numpy as np
@@ -170,8 +170,10 @@ class Clip:
         """Frames per second of what is read, an average where the source's rate varies."""
         return (self.rate or self.info.rate) / self.every_nth
 
-    def frames(self, first: int = 0, report: ReadReport | None = None) -> Iterator[Frame]:
-        """Frames from index ``first`` on, one at a time.
+    def frames(
+        self, first: int = 0, report: ReadReport | None = None, progress: Callable[[int], None] = lambda index: None
+    ) -> Iterator[Frame]:
+        """Frames from index ``first`` on, one at a time. ``progress`` is told of each index, those passed over too.
 
         Raises:
             InputError: when the file has no frame in the asked span.
@@ -182,18 +184,28 @@ class Clip:
         for index, (time, decoded) in enumerate(self._selected(report)):
             found = True
             origin = time if origin is None else origin
+            progress(index)
             if index >= first:
                 image, alpha = decoded.convert()
                 yield Frame(index, time - origin, self._resize(image), None if alpha is None else self._resize(alpha))
         if not found:
             raise InputError(self._nothing_read())
 
-    def picked(self, indices: Collection[int]) -> Iterator[Frame]:
-        """The frames with these indices, in order; the others are not converted. Fewer where the clip is shorter."""
+    def scaled(self, width: int, height: int) -> Clip:
+        """The same clip at another size, cropped or padded as this one is."""
+        fit = self.fit if self.width and self.height else "stretch"
+        return replace(self, width=width, height=height, fit=fit)
+
+    def picked(self, indices: Collection[int], progress: Callable[[int], None] = lambda index: None) -> Iterator[Frame]:
+        """The frames with these indices, in order; the others are not converted. Fewer where the clip is shorter.
+
+        ``progress`` is told of every index.
+        """
         last = max(indices, default=-1)
         origin: Fraction | None = None
         for index, (time, decoded) in enumerate(self._selected(ReadReport())):
             origin = time if origin is None else origin
+            progress(index)
             if index in indices:
                 yield Frame(index, time - origin, self._resize(decoded.convert()[0]))
             if index >= last:
@@ -325,6 +337,8 @@ def open_clip(
             raise InputError(
                 f"{name} = {value} is out of range; give {MIN_SIDE} to {MAX_SIDE} pixels, or 0 for the source's"
             )
+    if fit not in get_args(Fit):
+        raise InputError(f"fit = {fit} is unknown; give {', '.join(get_args(Fit))}")
     info = probe(path, stream)
     start = Fraction(start).limit_denominator(100_000)
     if info.duration is not None and start >= info.duration > 0:
@@ -427,7 +441,7 @@ def _probe_container(path: Path, container: av.container.InputContainer, stream:
         height,
         Fraction(rate),
         duration,
-        video.codec_context.name,
+        video.codec_context.codec.canonical_name,
         max(c.bits for c in frame.format.components),
         has_alpha(frame.format.name),
         tags,
@@ -630,9 +644,12 @@ def _probe_stills(path: Path) -> VideoInfo:
         )
 
 
-def read_frames(clip: Clip, first: int, count: int) -> Tensor:
-    """Some frames of a clip ``[n, 3, H, W]`` in 0..1, fewer where it ends. Raises InputError where there is none."""
-    images = [frame.image for frame in islice(clip.frames(first), count)]
+def read_frames(clip: Clip, first: int, count: int, progress: Callable[[int], None] = lambda index: None) -> Tensor:
+    """Some frames of a clip ``[n, H, W, 3]`` in 0..1, fewer where it ends.
+
+    ``progress`` is told the index of every frame, those before the first too. Raises InputError where there is none.
+    """
+    images = [frame.image.movedim(0, -1) for frame in islice(clip.frames(first, progress=progress), count)]
     if not images:
         raise InputError(f"first = {first} is beyond the end of {clip.path}; give a smaller number")
     return torch.stack(images)

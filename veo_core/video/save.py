@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from fractions import Fraction
+from itertools import islice
 from pathlib import Path
 
-from .audio import AudioTrack, Waveform
+from .audio import AudioTrack, Waveform, cut_to
+from .container import open_input
 from .reader import Clip
 from .spill import SPILLED
 from .writer import CODECS, OutputFormat, VideoWriter, check_writable, join, tick
+
+# Matroska has no decoding times for the first packets of a stream whose pictures are reordered.
+LOOKED_AT = 64
 
 
 def save_clip(
@@ -37,35 +43,53 @@ def save_clip(
     """
     check_writable(path, output)
     if output == OutputFormat(output.codec) == usual_format(clip) and _copyable(clip):
-        join([(clip.path, clip.start)], path, output, audio, metadata)
+        join([(clip.path, clip.start)], path, output, audio, metadata, lambda: progress(0, 0))
         return path
-    times = [time for time, _, _ in clip.thumbnails()]
-    alpha = clip.info.alpha
+    times = timed(clip, progress)
     with VideoWriter(
         path,
         clip.size,
         clip.nominal_rate,
-        time_base=tick(times, 1 / clip.nominal_rate),
+        time_base=tick(times[:-1], 1 / clip.nominal_rate),
         output=output,
         tags=clip.info.tags,
-        alpha=alpha,
-        audio=audio,
+        alpha=clip.info.alpha,
+        audio=cut_to(audio, times[-1]),
         metadata=metadata,
     ) as writer:
         for frame in clip.frames():
-            progress(frame.index, len(times))
+            progress(frame.index, len(times) - 1)
             writer.write(frame.image[None], [frame.time], None if frame.alpha is None else frame.alpha[None])
-        progress(len(times), len(times))
+        progress(len(times) - 1, len(times) - 1)
     return path
 
 
+def timed(clip: Clip, progress: Callable[[int, int], None] = lambda done, total: None) -> list[Fraction]:
+    """Seconds from a clip's first frame to each of its frames, and to the end of the last.
+
+    ``progress`` is called with each frame, without a count; it may raise to interrupt.
+    """
+    times, end = [], Fraction(0)
+    for time, shown, _ in clip.thumbnails():
+        progress(0, 0)
+        times.append(time)
+        end = time + shown
+    return [*times, end]
+
+
 def usual_format(clip: Clip) -> OutputFormat:
-    """The format that a clip has where it can be written, else h264; that too for frames that came from memory."""
-    own = {"hevc": "h265", "libdav1d": "av1", "prores": "prores4444"}.get(clip.info.codec, clip.info.codec)
-    return OutputFormat(own if own in CODECS and clip.path.suffix not in (SPILLED, ".png", ".gif", ".webp") else "h264")
+    """The format of a clip that is a video file of one that can be written, else h264; that too for frames from memory."""
+    own = {"hevc": "h265", "prores": "prores4444"}.get(clip.info.codec, clip.info.codec)
+    spilled = clip.path.suffix == SPILLED
+    return OutputFormat(own) if own in CODECS and OutputFormat(own).joins and not spilled else OutputFormat("h264")
 
 
 def _copyable(clip: Clip) -> bool:
-    upright = not clip.info.rotation and not clip.info.mirrored and clip.info.pixel_aspect == 1
+    """Whether a file's packets can be taken as they are: whole, upright, from time 0, and each with its times."""
+    plain = not clip.info.rotation and not clip.info.mirrored and clip.info.pixel_aspect == 1 and clip.info.origin == 0
     described = (f for f in fields(Clip) if f.name not in ("path", "info"))
-    return upright and clip.path.is_file() and all(getattr(clip, f.name) == f.default for f in described)
+    if not plain or not clip.path.is_file() or any(getattr(clip, f.name) != f.default for f in described):
+        return False
+    with open_input(clip.path) as container:
+        packets = [p for p in islice(container.demux(container.streams.video[0]), LOOKED_AT) if p.size]
+        return packets[0].is_keyframe and all(p.dts is not None and p.pts is not None for p in packets)

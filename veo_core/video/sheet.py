@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -17,8 +17,10 @@ TILE, LABEL, GAP = 240, 44, 8
 MOST = 100
 
 
-def contact_sheet(clip: Clip, survey: Survey) -> Tensor:
+def contact_sheet(clip: Clip, survey: Survey, progress: Callable[[int], None] = lambda index: None) -> Tensor:
     """The middle frame of each scene with its number and place, the first 100 scenes.
+
+    ``progress`` is told of each frame that is read; it may raise to interrupt.
 
     Returns:
         float32 ``[H, W, 3]`` in 0..1.
@@ -32,7 +34,7 @@ def contact_sheet(clip: Clip, survey: Survey) -> Tensor:
     step = (tile[0] + GAP, tile[1] + LABEL + GAP)
     sheet = Image.new("RGB", (GAP + columns * step[0], GAP + rows * step[1]), "#16181d")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(14)
-    for frame in replace(clip, width=tile[0], height=tile[1], fit="stretch").picked(middles):
+    for frame in clip.scaled(*tile).picked(middles, progress):
         index = middles[frame.index]
         x, y = GAP + index % columns * step[0], GAP + index // columns * step[1]
         pixels = frame.image.mul(255).round().byte().movedim(0, -1).numpy()

@@ -8,7 +8,8 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+import uuid
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -161,7 +162,8 @@ class _Output:
         self.audio, self.metadata = audio, metadata or {}
         self.encoder = _ENCODERS[self.output.codec]
         check_writable(self.path, self.output)
-        self.part = self.path.with_name(f".{self.path.stem}.{os.getpid()}.part{self.path.suffix}")
+        # Two threads may write the same name; names have a limit of 255 bytes.
+        self.part = self.path.with_name(f".{uuid.uuid4().hex}.part{self.path.suffix}")
         self._container: av.container.OutputContainer | None = None
         self._held = contextlib.ExitStack()
 
@@ -241,7 +243,8 @@ class _Output:
         if self.part.is_dir():
             shutil.rmtree(self.part, ignore_errors=True)
         else:
-            self.part.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self.part.unlink(missing_ok=True)
 
     def _failure(self, error: Exception) -> OutputError:
         reason = getattr(error, "strerror", None) or str(error)
@@ -292,6 +295,7 @@ class VideoWriter(_Output):
             self.pixel_format = self.encoder.alpha_format
         self.count = 0
         self._palette: av.filter.Graph | None = None
+        self._hundredth: int | None = None
 
     def _open(self) -> None:
         if self.output.is_folder:
@@ -348,6 +352,11 @@ class VideoWriter(_Output):
             frame = from_rgb(image, self.pixel_format, self.tags, mask)
             _save_png(frame, self.part / f"{self.count:06d}.png")
             return
+        if self._palette:
+            # GIF counts in hundredths of a second; of two frames in one of them the first is shown.
+            if (hundredth := round(pts * self.time_base * 100)) == self._hundredth:
+                return
+            self._hundredth = hundredth
         width, height = self._even(*self.size)
         pad = ((0, 0), (0, height - image.shape[1]), (0, width - image.shape[2]))
         if any(p for _, p in pad):
@@ -372,13 +381,14 @@ class VideoWriter(_Output):
 class _Joined(_Output):
     """Takes its pictures from files that were written with the same settings, without encoding them again."""
 
-    def __init__(self, parts: list[tuple[Path, Fraction]], *args):
+    def __init__(self, parts: list[tuple[Path, Fraction]], before_packet: Callable[[], None], *args):
         super().__init__(*args)
-        self.parts = parts
+        self.parts, self.before_packet = parts, before_packet
 
     def _add_video(self) -> av.video.stream.VideoStream:
         with av.open(self.parts[0][0]) as first:
-            return self._container.add_stream_from_template(first.streams.video[0])
+            # Opaque: by the stream alone, without looking for an encoder of the decoder's name.
+            return self._container.add_stream_from_template(first.streams.video[0], opaque=True)
 
     def _finish(self) -> None:
         last: int | None = None
@@ -387,6 +397,7 @@ class _Joined(_Output):
                 stream = part.streams.video[0]
                 shift = round(offset / stream.time_base)
                 for packet in part.demux(stream):
+                    self.before_packet()
                     if packet.dts is None:
                         continue
                     packet.pts, packet.dts = packet.pts + shift, packet.dts + shift
@@ -406,16 +417,18 @@ def join(
     output: OutputFormat,
     audio: AudioTrack | Waveform | None = None,
     metadata: dict[str, str] | None = None,
+    before_packet: Callable[[], None] = lambda: None,
 ) -> None:
     """Makes one file of several that were written with the same settings, by copying their packets.
 
     Args:
         parts: files and the time in seconds at which each begins.
+        before_packet: called before each; may raise to interrupt.
 
     Raises:
         OutputError: as of :class:`VideoWriter`.
     """
-    with _Joined(parts, path, output, audio, metadata):
+    with _Joined(parts, before_packet, path, output, audio, metadata):
         pass
 
 

@@ -5,6 +5,7 @@ import { api } from "../../../scripts/api.js";
 const NODE = "VeoStyleLoadVideo";
 const SETTLED = 400;
 const HEIGHT = 220;
+const SUPERSEDED = 409;
 const SETTINGS = ["file", "start", "duration", "force_rate", "every_nth", "frame_cap", "width", "height", "fit", "path"];
 
 function settingsOf(node) {
@@ -13,8 +14,11 @@ function settingsOf(node) {
   return Object.fromEntries(SETTINGS.map((name) => [name, node.widgets.find((w) => w.name === name)?.value]));
 }
 
-async function ask(route, settings) {
-  const answer = await api.fetchApi(`/veostyle/${route}`, { method: "POST", body: JSON.stringify(settings) });
+async function ask(route, node, settings) {
+  // A newer request of the same node ends the older on the server.
+  const asked = { asker: `${api.clientId} ${node.graph?.id ?? ""} ${node.id}`, settings };
+  const answer = await api.fetchApi(`/veostyle/${route}`, { method: "POST", body: JSON.stringify(asked) });
+  if (answer.status === SUPERSEDED) return null;
   const body = await answer.json();
   if (!answer.ok) throw new Error(body.error);
   return body;
@@ -42,6 +46,7 @@ function addPreview(node) {
   });
   widget.serialize = false;
 
+  node.hideOutputImages = true;
   // The editor adds a preview of the whole file for uploads; two would tell two different things.
   const addDOMWidget = node.addDOMWidget;
   node.addDOMWidget = function (name, ...rest) {
@@ -56,27 +61,36 @@ function addPreview(node) {
   };
 
   let shown = "";
+  const show = (text, file, failed) => {
+    if (file) video.src = api.apiURL(`/view?${new URLSearchParams({ filename: file, type: "temp" })}`);
+    else video.removeAttribute("src");
+    video.style.visibility = file ? "visible" : "hidden";
+    facts.style.color = failed ? "var(--error-text,#f66)" : "";
+    facts.textContent = text;
+  };
   const refresh = async () => {
+    // A node that is being copied belongs to no graph.
+    if (!node.graph) return;
     const settings = settingsOf(node);
-    if (!settings || (!settings.file && !settings.path)) return;
+    if (!settings || (!settings.file && !settings.path)) {
+      shown = "";
+      show("", null, false);
+      return;
+    }
     const wanted = JSON.stringify(settings);
     if (wanted === shown) return;
     shown = wanted;
     try {
-      const { facts: text, file } = await ask("preview", settings);
-      if (shown !== wanted) return;
-      video.style.visibility = "visible";
-      video.src = api.apiURL(`/view?${new URLSearchParams({ filename: file, type: "temp" })}`);
-      facts.style.color = "";
-      facts.textContent = text;
-      const cuts = await ask("cuts", settings);
-      if (shown === wanted) facts.textContent = `${text}\n${cutsInWords(cuts)}`;
+      const previewed = await ask("preview", node, settings);
+      if (!previewed || shown !== wanted) return;
+      show(previewed.facts, previewed.file, false);
+      const cuts = await ask("cuts", node, settings);
+      if (cuts && shown === wanted) facts.textContent = `${previewed.facts}\n${cutsInWords(cuts)}`;
     } catch (error) {
       if (shown !== wanted) return;
-      video.removeAttribute("src");
-      video.style.visibility = "hidden";
-      facts.style.color = "var(--error-text,#f66)";
-      facts.textContent = error.message;
+      // The same settings may do later, once the file is there.
+      shown = "";
+      show(error.message, null, true);
     }
   };
 
@@ -91,6 +105,8 @@ function addPreview(node) {
     const before = setting.callback;
     setting.callback = function (...args) {
       const result = before?.apply(this, args);
+      // Another video may have been uploaded under the same name.
+      if (name === "file") shown = "";
       later();
       return result;
     };
@@ -99,6 +115,12 @@ function addPreview(node) {
   node.onConfigure = function (...args) {
     configured?.apply(this, args);
     later();
+  };
+  const connected = node.onConnectionsChange;
+  node.onConnectionsChange = function (...args) {
+    const result = connected?.apply(this, args);
+    later();
+    return result;
   };
   const removed = node.onRemoved;
   node.onRemoved = function (...args) {
