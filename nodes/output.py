@@ -10,7 +10,7 @@ import folder_paths
 from comfy_api.latest import io, ui
 
 from .files import output_format, quality_inputs, temporary_path, workflow_tags
-from .progress import CanvasMonitor
+from .progress import CanvasMonitor, show_text
 from .types import VeoClip, schema, track_of, valid
 from .video import clip_of
 
@@ -147,7 +147,9 @@ class SaveVideo(io.ComfyNode):
         sound = clip_audio(clip) or track_of(audio)
         count = CanvasMonitor(cls.hidden.unique_id).counter("saving")
         save_clip(clip, path, output, audio=sound, metadata=workflow_tags(cls.hidden), progress=count)
-        return io.NodeOutput(str(path), ui=ui.PreviewVideo(_shown(path, subfolder, count)))
+        shown = _shown(path, subfolder, count)
+        show_text(str(Path(subfolder, path.name)), cls.hidden.unique_id)
+        return io.NodeOutput(str(path), ui=ui.PreviewVideo(shown))
 
 
 def _shown(path: Path, subfolder: str, progress: Callable[[int, int], None]) -> list[ui.SavedResult]:

@@ -53,11 +53,13 @@ class CanvasMonitor:
     def _tell(self, stage: str, done: int, total: int) -> None:
         now = time.monotonic()
         begun, first = self._begun.setdefault(stage, (now, done))
-        at_end = done == total and (stage, done) != self._at
+        at_end = 0 < done == total and (stage, done) != self._at
         if stage == self._stage and not at_end and now - self._told < PREVIEW_EVERY:
             return
         self._stage, self._told = stage, now
-        parts = [f"{TITLES.get(stage, stage)}: frame {done}" + (f" of {total}" if total else "")]
+        parts = [TITLES.get(stage, stage)]
+        if done or total:
+            parts[0] += f": frame {done}" + (f" of {total}" if total else "")
         if done > first and now - begun > PREVIEW_EVERY and stage != "encode":
             speed = (done - first) / (now - begun)
             parts.append(f"{speed:.1f} fps")

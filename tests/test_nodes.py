@@ -689,3 +689,20 @@ def test_mistakes_are_told_before_anything_runs(comfy, node_id, inputs, says):
     assert says in validate(**inputs)
     assert node_id != "VeoStyleBlend" or validate(scenes="  ") is True
     assert validate(**dict.fromkeys(inputs)) is True
+
+
+def test_progress_is_told_seldom_enough(comfy):
+    """Ten thousand calls in no time make few messages, and the end is among them."""
+    from comfyui_veostyle.nodes import progress as module
+
+    count = module.CanvasMonitor("7").counter("saving")
+    for _ in range(10_000):
+        count(0, 0)
+    assert comfy.texts == ["saving"]
+    for done in range(500):
+        count(done, 500)
+    for _ in range(1000):
+        count(500, 500)
+    assert comfy.texts[-1].startswith("saving: frame 500 of 500")
+    assert len(comfy.texts) < 20
+    assert len(comfy.updates) == 501
