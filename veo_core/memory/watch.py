@@ -93,6 +93,8 @@ class MemoryWatch:
     def __enter__(self) -> MemoryWatch:
         self._begun = time.monotonic()
         self._before = self._used() - self.plan.weights
+        if self.plan.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.plan.device)
         self._thread = threading.Thread(target=self._run, name="memory watch", daemon=True)
         self._thread.start()
         return self
