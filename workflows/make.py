@@ -143,9 +143,8 @@ LAYOUTS = {
         [stylise("4"), note("Lower denoise keeps more of the source.", RESUME)], [result("5", "6")],
     ],
     "low_memory": [
-        [video("1")], [style("2", "3"), note("Memory Pool shows the plan before the run. lean works on one frame at a "
-         "time; the result "
-         "is the same. Too small a budget is refused with the smallest that works.")],
+        [video("1")], [style("2", "3"), note("Memory Pool shows the plan before the run. lean encodes and decodes one "
+         "frame at a time; the result is the same. Too small a budget is refused with the smallest that works.")],
         [model("4"), memory("5")], [stylise("6"), note(RESUME)], [result("7", "9")], [memory("8", title="Planned and measured")],
     ],
     "long_film": [
