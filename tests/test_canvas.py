@@ -204,9 +204,9 @@ def test_templates_show_the_workflows(editor):
     editor.page.get_by_text("an-odd-name_2").first.click()
     editor.page.wait_for_timeout(2000)
     shoot(editor, "templates")
-    shown = "[...document.querySelectorAll('img')].filter(i => i.src.includes('an-odd-name_2') && i.naturalWidth > 100).length"
-    assert editor.page.evaluate(shown) >= 3
-    editor.page.locator("img[src*='stylize_video']").first.click()
+    thumbnails = "[...document.querySelectorAll('img')].filter((i) => i.naturalWidth === 480).length"
+    assert editor.page.evaluate(thumbnails) >= 3
+    editor.page.get_by_text("stylize_video", exact=True).first.click()
     editor.page.wait_for_timeout(2500)
     assert "VeoStyleSTNormDenoiser" in editor.types()
 

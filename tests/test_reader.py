@@ -144,7 +144,7 @@ def test_high_dynamic_range_is_mapped_with_a_notice(tmp_path):
 
     path = make_video(
         tmp_path / "v.mp4",
-        2,
+        8,
         codec="libx265",
         pixel_format="yuv420p10le",
         picture=white,
@@ -336,3 +336,12 @@ def test_sixteen_bit_pictures_keep_their_levels(tmp_path):
     image = next(open_clip(tmp_path / "deep").frames()).image
     assert len(image[1, 0].unique()) == 1024
     assert (image - ramp[0]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("suffix", ["avi", "mkv", "mp4", "ts", "mov"])
+@pytest.mark.parametrize("codec", ["libx264", "mpeg4"])
+def test_reordered_pictures_are_all_read_in_order(tmp_path, codec, suffix):
+    path = make_video(tmp_path / f"v.{suffix}", 30, codec=codec, options={"bf": "3", "g": "12"})
+    frames = list(open_clip(path).frames())
+    assert [read_number(f.image) for f in frames] == list(range(30))
+    assert float(frames[-1].time) == pytest.approx(29 / 24, abs=0.002)

@@ -504,7 +504,9 @@ def _decode(path: Path, stream: int, report: ReadReport) -> Iterator[_Decoded]:
         previous = -interval
         for frame in _frames_of(container, video, report):
             base = frame.time_base or video.time_base
-            time = frame.pts * base if frame.pts is not None else (begin or 0) + previous + interval
+            # AVI has no presentation times; what is guessed for reordered pictures jumps to and fro.
+            stamp = frame.dts if container.format.name == "avi" else frame.pts
+            time = stamp * base if stamp is not None else (begin or 0) + previous + interval
             begin = time if begin is None else begin
             time -= begin
             if time <= previous - 1:
