@@ -160,10 +160,11 @@ def _shown(path: Path, subfolder: str, progress: Callable[[int, int], None]) -> 
 
     if path.is_dir():
         return [ui.SavedResult("000001.png", f"{subfolder}/{path.name}".lstrip("/"), io.FolderType.output)]
-    saved, result = open_clip(path), ui.SavedResult(path.name, subfolder, io.FolderType.output)
-    if plays_in_browser(saved):
-        return [result]
+    result = ui.SavedResult(path.name, subfolder, io.FolderType.output)
     try:
+        saved = open_clip(path)
+        if plays_in_browser(saved):
+            return [result]
         copy = preview(saved, Path(folder_paths.get_temp_directory()), progress)
     except VeoError as e:
         # The file is saved; that it cannot be shown must not say otherwise.

@@ -63,7 +63,10 @@ function addPreview(node) {
   let shown = "";
   const show = (text, file, failed) => {
     if (file) video.src = api.apiURL(`/view?${new URLSearchParams({ filename: file, type: "temp" })}`);
-    else video.removeAttribute("src");
+    else {
+      video.removeAttribute("src");
+      video.load();
+    }
     video.style.visibility = file ? "visible" : "hidden";
     facts.style.color = failed ? "var(--error-text,#f66)" : "";
     facts.textContent = text;
@@ -126,6 +129,7 @@ function addPreview(node) {
   node.onRemoved = function (...args) {
     clearTimeout(timer);
     shown = "removed";
+    video.pause();
     removed?.apply(this, args);
   };
   later();
