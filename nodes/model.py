@@ -100,7 +100,7 @@ class LoadModel(io.ComfyNode):
         if model == BUNDLED and not path:
             return io.NodeOutput(loaded(load_backbone(None, cpu)))
         file = Path(path) if path else Path(folder_paths.get_full_path_or_raise("checkpoints", model))
-        half = torch.device(management.get_torch_device()).type == "cuda"
+        half = management.get_torch_device().type == "cuda"
         backbone = load_backbone(
             file,
             cpu,

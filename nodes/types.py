@@ -68,7 +68,7 @@ class LoadedModel:
 
         self.to_device(0)
         device = management.get_torch_device()
-        free = None if getattr(device, "type", device) == "cpu" else int(management.get_total_memory(device))
+        free = None if device.type == "cpu" else int(management.get_total_memory(device))
         return self.engine.plan(clip, options, memory.budget, memory.policy, free)
 
 

@@ -8,6 +8,8 @@ import types
 from enum import Enum
 from pathlib import Path
 
+import torch
+
 
 class _Port:
     def __init__(self, kind: str, side: str, id: str = "", **settings):
@@ -178,7 +180,7 @@ def install(monkeypatch, root: Path) -> types.SimpleNamespace:
     management = module(
         "comfy.model_management",
         throw_exception_if_processing_interrupted=check,
-        get_torch_device=lambda: "cpu",
+        get_torch_device=lambda: torch.device("cpu"),
         unet_offload_device=lambda: "cpu",
         get_total_memory=lambda device: 8 << 30,
         load_models_gpu=lambda models, memory_required=0, force_full_load=False: state.loaded.append(

@@ -27,7 +27,7 @@ from .sampling.windows import Window, windows_of
 from .store import RunStore
 from .style.encoder import Style
 from .video.reader import Clip, Frame
-from .video.scenes import Survey, survey
+from .video.scenes import Survey, of_scene, survey
 
 
 @dataclass(frozen=True)
@@ -206,8 +206,7 @@ class Stylizer:
                     state.carried,
                     before_step,
                 )
-                condition = conditions[min(scene, len(conditions) - 1)]
-                latents, state.carried = denoise_window(self.backbone, condition, job)
+                latents, state.carried = denoise_window(self.backbone, of_scene(conditions, scene), job)
                 store.write("latents", window.start, latents[: len(latents) - state.carried.overlap])
                 state.window += 1
                 sites.save(state, window)

@@ -12,6 +12,7 @@ from pathlib import Path
 from torch import nn
 
 from ..errors import InputError, ModelError
+from ..video.scenes import of_scene
 from .adapter import Adapter
 from .formats import AdapterFile, read_adapters
 from .names import ldm_unet_name
@@ -42,7 +43,7 @@ class LoRA:
 
     def in_scene(self, scene: int) -> float:
         """The strength in a scene, steps apart."""
-        return self.strength * (self.scenes[min(scene, len(self.scenes) - 1)] if self.scenes else 1.0)
+        return self.strength * (of_scene(self.scenes, scene) if self.scenes else 1.0)
 
     @property
     def digest(self) -> str:

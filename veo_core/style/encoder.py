@@ -13,6 +13,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from ..errors import InputError
+from ..video.scenes import of_scene
 from .prompts import Prompts, join_prompts
 
 SHORT_SIDE = 512
@@ -139,11 +140,8 @@ def blend_by_scene(styles: list[Style], weights: list[list[float]]) -> Style:
     if not weights:
         raise InputError("the shares of the scenes are empty; give at least one, such as 0, 0.5, 1")
 
-    def last(of: tuple | list, index: int):
-        return of[min(index, len(of) - 1)]
-
     count = max(len(weights), *(len(s.by_scene) for s in styles))
-    made = [blend_styles([last(s.by_scene, i) for s in styles], last(weights, i)) for i in range(count)]
+    made = [blend_styles([of_scene(s.by_scene, i) for s in styles], of_scene(weights, i)) for i in range(count)]
     # Scenes beyond the last take it anyway.
     while len(made) > 1 and made[-1].digest == made[-2].digest:
         made.pop()

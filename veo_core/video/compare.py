@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fractions import Fraction
-from itertools import zip_longest
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -62,7 +61,7 @@ def compare(
         tags=result.info.tags,
         audio=cut_to(audio, times[-1]),
     ) as writer:
-        for before, after in zip_longest(source.frames(), result.frames()):
+        for before, after in zip(source.frames(), result.frames(), strict=True):
             progress(after.index, total)
             writer.write(joined(before.image, after.image, layout, after.time)[None], [after.time])
         progress(total, total)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from ..errors import InputError
 from .reader import Clip, ReadReport
 
+T = TypeVar("T")
 Detector = Literal["builtin", "transnetv2"]
 
 
@@ -75,6 +76,11 @@ def _histogram(image: Tensor, bins: int = 8) -> Tensor:
     codes = (image * bins).long().clamp(0, bins - 1)
     flat = (codes[0] * bins + codes[1]) * bins + codes[2]
     return torch.bincount(flat.flatten(), minlength=bins**3).float() / flat.numel()
+
+
+def of_scene(values: Sequence[T], scene: int) -> T:
+    """What a list by scene holds for one, from 0; scenes beyond the list take the last."""
+    return values[min(scene, len(values) - 1)]
 
 
 class CutDetector:
