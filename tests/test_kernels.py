@@ -1,0 +1,288 @@
+"""Each kernel against PyTorch in double precision: on the CPU under Triton's interpreter, and on a GPU as compiled."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from comfyui_veostyle.kernels import cross_frame_attention as attention
+from comfyui_veostyle.kernels import kv_int4, lora_slots, st_norm
+from comfyui_veostyle.kernels.block_mask import choose_blocks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled on this machine; see the gpu tests")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+SHAPES = st.fixed_dictionaries(
+    {
+        "b": st.integers(1, 2),
+        "t": st.integers(1, 4),
+        "heads": st.integers(1, 2),
+        "n": st.integers(1, 40),
+        "d": st.sampled_from([16, 24, 40, 64, 80]),
+        "s": st.integers(1, 4),
+        "m": st.sampled_from([0, 1, 5, 16, 33]),
+    }
+)
+
+
+def make(b, t, heads, n, d, s, m, dtype=torch.float16, device="cpu", seed=0):
+    """Inputs as a model gives them: views whose heads lie within a token."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(b, t, n, heads, d, generator=generator).to(device, dtype).transpose(2, 3) for _ in range(3))
+    table = torch.randint(0, t, (t, s), generator=generator).to(device)
+    style = (
+        [torch.randn(b, heads, m, d, generator=generator).to(device, dtype) for _ in range(2)] if m else [None, None]
+    )
+    return q, k, v, table, *style
+
+
+def exact(inputs, **options):
+    """The reference in double precision."""
+    return attention.reference(
+        *(x.double() if x is not None and x.is_floating_point() else x for x in inputs), **options
+    )
+
+
+def error(out, wanted):
+    return float((out.double() - wanted).norm() / wanted.norm())
+
+
+def kernel(inputs, weights=None, temperature=1.0, kept=None):
+    return attention.launch(*inputs, weights, kept, temperature * inputs[0].shape[-1] ** -0.5)
+
+
+@interpreted
+@given(shape=SHAPES, temperature=st.sampled_from([1.0, 1.5]), weighted=st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_attention_computes_what_the_reference_does(shape, temperature, weighted):
+    inputs = make(**shape)
+    weights = torch.rand(shape["s"] + 1) + 0.1 if weighted else None
+    wanted = exact(inputs, weights=weights, temperature=temperature)
+    assert error(kernel(inputs, weights, temperature), wanted) < 1e-3
+
+
+@interpreted
+@given(shape=SHAPES, share=st.sampled_from([0.2, 0.5, 1.0]))
+@settings(max_examples=10, deadline=None)
+def test_attention_over_chosen_blocks_is_the_reference_under_a_mask(shape, share):
+    inputs = make(**shape)
+    kept = choose_blocks(inputs[0], inputs[1], inputs[3], share)
+    assert error(kernel(inputs, kept=kept), exact(inputs, kept=kept)) < 1e-3
+    if share == 1.0:
+        assert error(exact(inputs, kept=kept), exact(inputs)) < 1e-12
+
+
+def test_the_blocks_that_matter_are_chosen():
+    """A query block that agrees with one block of keys reads it first."""
+    queries, keys = attention.block_sizes(16)
+    size = math.lcm(queries, keys)
+    q, k = torch.zeros(2, 1, 1, 1, 4 * size, 16).unbind(0)
+    k[..., 2 * size : 3 * size, 3] = 1
+    q[..., 3] = 1
+    kept = choose_blocks(q, k, torch.zeros(1, 1, dtype=torch.int64), 0.25)
+    assert kept.tolist()[0][0][0] == [list(range(2 * size // keys, 3 * size // keys))] * (4 * size // queries)
+
+
+@interpreted
+def test_a_frame_that_is_not_listed_is_not_read():
+    """Poisoned frames, and what lies between the heads of a strided tensor, do not reach the result."""
+    q, k, v, _, _, _ = make(1, 4, 2, 20, 40, 2, 0)
+    table = torch.tensor([[0, 1], [1, 0], [0, 0], [1, 1]])
+    clean = kernel((q, k, v, table, None, None))
+    k[:, 2:], v[:, 2:] = float("nan"), float("nan")
+    assert torch.equal(kernel((q, k, v, table, None, None)), clean)
+    assert clean.isfinite().all()
+
+
+def test_on_the_cpu_attention_is_the_reference():
+    inputs = make(1, 3, 2, 10, 16, 3, 4, torch.float32)
+    assert torch.equal(attention.cross_frame_attention(*inputs), attention.reference(*inputs))
+    assert attention.state()[0] in ("triton", "pytorch")
+
+
+def test_a_weight_is_a_convex_mix_of_the_groups():
+    """Two equal groups at weights 1 and 3 count as a quarter and three quarters of the whole."""
+    q, k, v, _, _, _ = make(1, 2, 1, 6, 16, 2, 0, torch.float64)
+    table = torch.tensor([[0, 1], [0, 1]])
+    k = k[:, :1].expand(-1, 2, -1, -1, -1)
+    mixed = attention.reference(q, k, v, table, weights=torch.tensor([1.0, 3.0, 1.0]))
+    alone = [attention.reference(q, k, v, table[:, i : i + 1]) for i in (0, 1)]
+    torch.testing.assert_close(mixed, alone[0] / 4 + alone[1] * 3 / 4)
+
+
+def test_a_plan_sees_its_shape():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        q, k, v = (torch.empty(2, 3, 4, 20, 40, dtype=torch.float16) for _ in range(3))
+        table = torch.zeros(3, 2, dtype=torch.int64)
+        out = torch.ops.veostyle.cross_frame_attention(q, k, v, table, None, None, None, None, 1.0)
+        h = torch.empty(2, 8, 4, 4)
+        assert torch.ops.veostyle.channel_moments(h).shape == (2, 2, 8)
+    assert out.shape == q.shape
+    assert out.dtype == q.dtype
+
+
+MAPS = st.tuples(st.integers(1, 3), st.sampled_from([8, 12, 96]), st.integers(2, 17), st.integers(1, 33))
+
+
+@interpreted
+@given(shape=MAPS, last=st.booleans(), silu=st.booleans(), seed=st.integers(0, 9))
+@settings(max_examples=20, deadline=None)
+def test_group_norm_is_pytorchs(shape, last, silu, seed):
+    """Of groups that are taken at once and of larger ones, with and without something added before."""
+    torch.manual_seed(seed)
+    h = (torch.randn(shape) * 2 + 3).half()
+    h = h.to(memory_format=torch.channels_last) if last else h
+    weight, bias = torch.randn(2, shape[1])
+    added = torch.randn(shape[:2]) if seed % 2 else None
+    wanted = st_norm.group_norm(
+        h.double(), 4, weight.double(), bias.double(), 1e-3, added=None if added is None else added.double()
+    )
+    out = st_norm.launch_group_norm(h, 4, weight, bias, 1e-3, silu, added)
+    assert error(out, F.silu(wanted) if silu else wanted) < 1e-3
+    assert out.stride() == h.stride()
+
+
+@interpreted
+@given(shape=MAPS, last=st.booleans(), silu=st.booleans(), added=st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_moments_and_affine_are_the_references(shape, last, silu, added):
+    h = torch.randn(shape).half()
+    h = h.to(memory_format=torch.channels_last) if last else h
+    scale, shift = torch.randn(2, *shape[:2])
+    residual = torch.randn(shape).half() if added else None
+    torch.testing.assert_close(st_norm.launch_moments(h), st_norm.channel_moments(h), atol=1e-5, rtol=1e-4)
+    wanted = st_norm.affine_act(h.double(), scale, shift, silu, residual)
+    assert error(st_norm.launch_affine(h, scale, shift, silu, residual), wanted) < 1e-3
+    weight, bias = torch.randn(2, shape[1])
+    by_moments = st_norm.affine_act(
+        h.double(), *st_norm.group_affine(st_norm.channel_moments(h), 4, weight, bias, 1e-3), silu
+    )
+    by_pytorch = st_norm.group_norm(h.double(), 4, weight.double(), bias.double(), 1e-3, silu)
+    assert error(by_moments, by_pytorch) < 1e-3
+
+
+HEADS = st.tuples(st.integers(1, 3), st.integers(1, 70), st.sampled_from([16, 40, 64, 80]))
+
+
+@given(shape=HEADS, outliers=st.sampled_from([1.0, 10.0, 100.0]), seed=st.integers(0, 9))
+@settings(max_examples=20, deadline=None)
+def test_four_bits_keep_values_within_half_a_step(shape, outliers, seed):
+    torch.manual_seed(seed)
+    k, v = torch.randn(2, *shape).half()
+    k[..., 3] *= outliers
+    packed = kv_int4.pack(k, v)
+    got_k, got_v = kv_int4.unpack(packed)
+    k_step = packed.k_step.repeat_interleave(kv_int4.GROUP, -2)[..., : shape[1], :].float()
+    assert ((got_k.float() - k.float()).abs() <= 0.51 * k_step + 2e-3 * k.float().abs() + 1e-3).all()
+    assert (got_v.float() - v.float()).abs().max() <= 0.6 * packed.v_step.float().max() + 1e-2
+    if not torch.cuda.is_available():
+        for x, y in zip(kv_int4.launch_unpack(packed), (got_k, got_v)):
+            torch.testing.assert_close(x, y)
+
+
+def test_four_bits_of_equal_values_are_exact_and_take_five_bits_an_element():
+    k = torch.full((2, 64, 64), 3.0).half()
+    packed = kv_int4.pack(k, -k)
+    assert torch.equal(kv_int4.unpack(packed)[0], k)
+    assert torch.equal(kv_int4.unpack(packed)[1], -k)
+    assert packed.nbytes * 8 <= 5 * 2 * k.numel()
+
+
+def test_attention_over_four_bits_errs_as_the_scheme_does():
+    """Gaussian or with strong outliers: about a seventh, as measured for the scheme (see algorithms: KIVI)."""
+    for outliers in (1.0, 100.0):
+        q, k, v, table, _, _ = make(1, 1, 4, 256, 64, 1, 0, torch.float32)
+        k = k.contiguous()
+        k[..., 3] *= outliers
+        q[..., 3] /= outliers
+        keys, values = kv_int4.unpack(kv_int4.pack(k, v))
+        assert error(attention.reference(q, keys, values, table), exact((q, k, v, table, None, None))) < 0.2
+
+
+def adapters(rows, inputs, outputs, slots, rank, device="cpu"):
+    """A layer's output and input, factors, and strengths of which one is 0."""
+    x, y = torch.randn(2, rows, inputs), torch.randn(2, rows, outputs)
+    down, up = torch.randn(slots, rank, inputs) / inputs**0.5, torch.randn(slots, outputs, rank)
+    strengths = torch.tensor([0.0, 1.0, -0.5, 0.3, 2.0])[:slots]
+    return [z.half().to(device) for z in (y, x, down, up)] + [strengths.to(device)]
+
+
+@interpreted
+@given(
+    rows=st.integers(1, 40), inputs=st.sampled_from([8, 40, 100]), outputs=st.sampled_from([8, 70]),
+    slots=st.integers(1, 5), rank=st.sampled_from([1, 4, 12]),
+)  # fmt: skip
+@settings(max_examples=15, deadline=None)
+def test_slots_add_what_the_adapters_add(rows, inputs, outputs, slots, rank):
+    given = adapters(rows, inputs, outputs, slots, rank)
+    y, x, down, up, strengths = (z.double() for z in given)
+    wanted = y + sum(s * x @ a.T @ b.T for s, a, b in zip(strengths, down, up))
+    assert error(lora_slots.launch(*given), wanted) < 1e-3
+    assert error(lora_slots.lora_slots(*given), wanted) < 2e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 3, 8, 4096, 40, 3, 0), (2, 17, 8, 1024, 80, 3, 0), (2, 5, 8, 64, 160, 4, 256), (1, 4, 10, 1000, 64, 2, 7),
+     (1, 4, 12, 1792, 128, 4, 256), (1, 2, 3, 1, 24, 1, 0), (1, 2, 3, 77, 200, 2, 1), (3, 1, 2, 129, 32, 4, 64),
+     (1, 3, 2, 300, 96, 3, 100), (1, 3, 2, 300, 12, 3, 100)],
+)  # fmt: skip
+@pytest.mark.parametrize("options", ["plain", "weighted", "half the blocks"])
+def test_compiled_attention_computes_what_the_reference_does(shape, dtype, options):
+    inputs = make(*shape, dtype, "cuda")
+    given = {"temperature": 1.5}
+    if options == "weighted":
+        given["weights"] = torch.rand(shape[5] + 1, device="cuda") + 0.1
+    if options == "half the blocks":
+        given["kept"] = choose_blocks(inputs[0], inputs[1], inputs[3], 0.5)
+    out = attention.cross_frame_attention(*inputs, **given)
+    assert attention._fits(*inputs[:3])
+    assert error(out, exact(inputs, **given)) < (1e-3 if dtype == torch.float16 else 8e-3)
+
+
+@pytest.mark.gpu
+def test_compiled_attention_reads_only_what_is_listed():
+    q, k, v, _, _, _ = make(1, 4, 2, 200, 40, 2, 0, device="cuda")
+    table = torch.tensor([[0, 1], [1, 0], [0, 0], [1, 1]], device="cuda")
+    clean = attention.cross_frame_attention(q, k, v, table)
+    k[:, 2:], v[:, 2:] = float("nan"), float("nan")
+    assert torch.equal(attention.cross_frame_attention(q, k, v, table), clean)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(
+    "shape", [(16, 320, 64, 64), (1, 128, 512, 512), (2, 1280, 8, 8), (17, 256, 9, 16), (3, 96, 33, 17), (2, 64, 1, 1)]
+)
+def test_compiled_norms_are_pytorchs(shape, last):
+    h = (torch.randn(shape, device="cuda") * 2 + 3).half()
+    h = h.to(memory_format=torch.channels_last) if last else h
+    weight, bias = torch.randn(2, shape[1], device="cuda")
+    wanted = F.silu(F.group_norm(h.double(), 32, weight.double(), bias.double(), 1e-5))
+    assert error(st_norm.group_norm(h, 32, weight, bias, 1e-5, silu=True), wanted) < 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(4096, 320, 320, 3, 16), (77, 768, 1280, 1, 4), (1000, 1280, 10240, 2, 64)])
+def test_compiled_slots_add_what_the_adapters_add(shape):
+    given = adapters(*shape, device="cuda")
+    y, x, down, up, strengths = (z.double() for z in given)
+    wanted = y + sum(s * x @ a.T @ b.T for s, a, b in zip(strengths, down, up))
+    assert error(lora_slots.lora_slots(*given), wanted) < 1e-3
+
+
+@pytest.mark.gpu
+def test_compiled_unpacking_is_the_references():
+    k, v = torch.randn(2, 3, 5, 77, 80, device="cuda").half()
+    packed = kv_int4.pack(k, v)
+    on_cpu = kv_int4.PackedKV(*(x.cpu() for x in vars(packed).values()))
+    for x, y in zip(kv_int4.unpack(packed), kv_int4.unpack(on_cpu)):
+        torch.testing.assert_close(x.cpu(), y)
