@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import platform
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -11,6 +10,7 @@ import av
 import psutil
 import torch
 
+from ..kernels import cross_frame_attention
 from .backbones.mini.backbone import BUNDLED, load
 from .errors import ModelError
 from .video.writer import available_codecs
@@ -54,8 +54,5 @@ def findings() -> Iterator[tuple[str, str, str]]:
             yield package, "ok", f"{version(package)}, {use}"
         except PackageNotFoundError:
             yield package, "missing", f"for {use}; optional" if package != "diffusers" else use
-    reason = (
-        "installed, but this version has no Triton kernels" if importlib.util.find_spec("triton") else "not installed"
-    )
-    for kernel in ("cross-frame attention", "ST-Norm"):
-        yield f"kernel: {kernel}", "off", f"plain PyTorch; Triton is {reason}"
+    chosen, why = cross_frame_attention.state()
+    yield "kernel: cross-frame attention", "ok" if chosen == "triton" else "off", f"{chosen}: {why}"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
+
+from ...kernels.cross_frame_attention import cross_frame_attention
 
 
 def source_table(
@@ -32,29 +33,8 @@ def source_table(
     return table
 
 
-def cross_frame_attention(q: Tensor, k: Tensor, v: Tensor, sources: Tensor, style_k: Tensor, style_v: Tensor) -> Tensor:
-    """Attention of every frame over its source frames and the style's tokens.
-
-    Args:
-        q, k, v: ``[b, t, heads, n, d]``.
-        sources: int64 ``[t, s]``, frame indices as of :func:`source_table`. A frame listed twice counts twice.
-        style_k, style_v: ``[b, heads, m, d]``, shared by all frames.
-
-    Returns:
-        ``[b, t, heads, n, d]``.
-    """
-    b, t = q.shape[:2]
-
-    def with_style(x: Tensor, style: Tensor) -> Tensor:
-        x = rearrange(x[:, sources], "b t s h n d -> (b t) h (s n) d")
-        return torch.cat([x, style.repeat_interleave(t, dim=0)], dim=2)
-
-    out = F.scaled_dot_product_attention(q.flatten(0, 1), with_style(k, style_k), with_style(v, style_v))
-    return out.unflatten(0, (b, t))
-
-
 class CrossFrameStyleAttention(nn.Module):
-    """Residual block of :func:`cross_frame_attention` over the positions of a feature map; zero-initialised output.
+    """Residual block of cross-frame attention over the positions of a feature map; zero-initialised output.
 
     Args:
         channels: C, a multiple of ``head_dim``.

@@ -8,6 +8,8 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from ...kernels.st_norm import affine_act, channel_moments
+
 
 @dataclass
 class TemporalContext:
@@ -44,9 +46,7 @@ def frame_moments(h: Tensor, frames: int) -> Tensor:
     Returns:
         ``[b, t, 2, C]``: mean of h and mean of h squared.
     """
-    h = h.float()
-    moments = torch.stack([h.mean((-2, -1)), h.square().mean((-2, -1))], dim=1)
-    return rearrange(moments, "(b t) m c -> b t m c", t=frames)
+    return rearrange(channel_moments(h), "(b t) m c -> b t m c", t=frames)
 
 
 def temporal_reference(moments: Tensor, start: Tensor, rate: float) -> Tensor:
@@ -88,8 +88,8 @@ def carried_reference(moments: Tensor, context: TemporalContext, key: str, rate:
     return torch.cat([anchor, reference], dim=1)
 
 
-def calibrate(
-    h: Tensor,
+def calibration(
+    moments: Tensor,
     context: TemporalContext,
     key: str,
     amount: float,
@@ -97,32 +97,40 @@ def calibrate(
     rate: float = 0.1,
     steadiness: float = 0.88,
     eps: float = 1e-6,
-) -> Tensor:
-    """ST-Norm without training: ``(1 - a) h + a ((h - mean) / std * std_s + mean_s)``.
+) -> tuple[Tensor, Tensor]:
+    """ST-Norm without training: ``(1 - a) h + a ((h - mean) / std * std_s + mean_s)``, as a scale and a shift of h.
 
     With a style, mean and std are blended between the frame's own (1 - steadiness) and the clip's, and mean_s and std_s
     are the style's. Without one they are the frame's own, and the clip's.
 
     Args:
-        h: features ``[(b t), C, H, W]``, the anchor's first in each clip.
-        amount: a; 0 gives ``h`` itself.
+        moments: of h ``[b, t, 2, C]``, the anchor's first in each clip.
+        amount: a.
         style: raw moments ``[2, C]``.
+
+    Returns:
+        float32 ``[(b t), C]`` each.
     """
-    if amount == 0:
-        return h
-    moments = frame_moments(h, context.frames)
     reference = carried_reference(moments, context, key, rate) if context.frames > 1 else moments
     target = reference
     if style is not None:
         moments, target = torch.lerp(moments, reference, steadiness), style.float().expand_as(moments)
     (mean, std), (to_mean, to_std) = (_mean_std(m, eps) for m in (moments, target))
     scale = torch.lerp(torch.ones_like(std), to_std / std, amount)
-    shift = torch.lerp(mean, to_mean, amount) - mean * scale
-    return torch.addcmul(shift.to(h.dtype), h, scale.to(h.dtype))
+    return scale, torch.lerp(mean, to_mean, amount) - mean * scale
+
+
+def calibrate(
+    h: Tensor, context: TemporalContext, key: str, amount: float, style: Tensor | None = None, **options: float
+) -> Tensor:
+    """Features ``[(b t), C, H, W]`` after :func:`calibration`; at amount 0, ``h`` itself."""
+    if amount == 0:
+        return h
+    return affine_act(h, *calibration(frame_moments(h, context.frames), context, key, amount, style, **options))
 
 
 def _mean_std(moments: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    mean, second = rearrange(moments, "b t m c -> m (b t) c 1 1")
+    mean, second = rearrange(moments, "b t m c -> m (b t) c")
     return mean, (second - mean.square()).clamp(min=0).add(eps).sqrt()
 
 
@@ -148,8 +156,8 @@ class STNorm(nn.Module):
         nn.init.zeros_(self.affine.weight)
         nn.init.zeros_(self.affine.bias)
 
-    def forward(self, h: Tensor, condition: Tensor, context: TemporalContext) -> Tensor:
-        """``h [(b t), C, H, W]``, ``condition [b, D]`` -> the shape and dtype of ``h``."""
+    def forward(self, h: Tensor, condition: Tensor, context: TemporalContext, silu: bool = False) -> Tensor:
+        """``h [(b t), C, H, W]``, ``condition [b, D]`` -> the shape and dtype of ``h``, through SiLU where asked."""
         moments = frame_moments(h, context.frames)
         if context.frames > 1:
             reference = carried_reference(moments, context, self.key, self.rate)
@@ -157,6 +165,6 @@ class STNorm(nn.Module):
             moments = torch.lerp(moments, reference, lam)
         mean, std = _mean_std(moments, self.eps)
         gamma, beta = self.affine(condition).float().chunk(2, dim=-1)
-        gamma, beta = (x.repeat_interleave(context.frames, 0)[..., None, None] for x in (gamma, beta))
+        gamma, beta = (x.repeat_interleave(context.frames, 0) for x in (gamma, beta))
         scale = (1 + gamma) / std
-        return torch.addcmul((beta - mean * scale).to(h.dtype), h, scale.to(h.dtype))
+        return affine_act(h, scale, beta - mean * scale, silu)

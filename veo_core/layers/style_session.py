@@ -10,12 +10,16 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from ...kernels.st_norm import affine_act, channel_moments
 from ..memory.trace import declare_cache
 from ..style.injection import StyleInjection
 from .cross_frame_attention import source_table
-from .st_norm import TemporalContext, calibrate, frame_moments
+from .st_norm import TemporalContext, calibration, frame_moments
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+AttendAcross = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+# Queries, keys and values of style pictures, and moments, by site.
+StyleFeatures = tuple[dict[str, tuple[Tensor, Tensor, Tensor]], dict[str, Tensor]]
 RAMP = 0.1
 
 
@@ -75,6 +79,15 @@ class StyleSession:
         """Whether the source frames have to be evaluated too."""
         return bool(self.injection.attention and self.injection.query)
 
+    @property
+    def style_features(self) -> StyleFeatures:
+        """What was recorded of the style pictures last."""
+        return dict(self._style), dict(self._moments)
+
+    @style_features.setter
+    def style_features(self, features: StyleFeatures) -> None:
+        self._style, self._moments = (dict(part) for part in features)
+
     @contextmanager
     def record_style(self, shares: list[float]) -> Iterator[None]:
         """In this block the batch is the style pictures; ``shares`` says how much each counts."""
@@ -112,15 +125,19 @@ class StyleSession:
         layers = trapezoid(site.depth, self.injection.layers)
         return self.injection.attention * layers * trapezoid(self._progress, self.injection.steps)
 
-    def attend(self, site: Site, q: Tensor, k: Tensor, v: Tensor, plain: Attend) -> Tensor:
+    def attend(
+        self, site: Site, q: Tensor, k: Tensor, v: Tensor, plain: Attend, across: AttendAcross | None = None
+    ) -> Tensor:
         """A self-attention with what this session adds to it.
 
         Args:
             q, k, v: ``[B, heads, n, d]``.
             plain: the model's own attention of q over k and v; any number of keys.
+            across: attention over frames of ``[b, t, heads, n, d]`` by a table of sources; without it keys and values are
+                gathered for ``plain``.
         """
         if self._mode == "apply":
-            return self._apply(site, q, k, v, plain)
+            return self._apply(site, q, k, v, plain, across)
         if self._mode is not None and site.depth is not None and trapezoid(site.depth, self.injection.layers):
             if self._mode == "content":
                 self._content[site.key] = q
@@ -130,13 +147,16 @@ class StyleSession:
                 declare_cache(q, k, v)
         return plain(q, k, v)
 
-    def _apply(self, site: Site, q: Tensor, k: Tensor, v: Tensor, plain: Attend) -> Tensor:
+    def _apply(self, site: Site, q: Tensor, k: Tensor, v: Tensor, plain: Attend, across: AttendAcross | None) -> Tensor:
         frames, sources = self._temporal.frames, self.injection.sources
         if sources == ("self",) or frames == 1:
             out = plain(q, k, v)
         else:
             table = source_table(frames, q.device, sources)
-            out = plain(q, *(self._gathered(x, table) for x in (k, v)))
+            if across is None:
+                out = plain(q, *(self._gathered(x, table) for x in (k, v)))
+            else:
+                out = across(*(x.unflatten(0, (-1, frames)) for x in (q, k, v)), table).flatten(0, 1)
         share = self._share(site)
         if not share or site.key not in self._style:
             return out
@@ -180,16 +200,32 @@ class StyleSession:
 
     def normalise(self, site: Site, h: Tensor) -> Tensor:
         """A norm's output ``[(b t), C, H, W]`` with ST-Norm applied to it."""
-        if self._mode == "style":
-            self._moments[site.key] = pooled_moments(h, self.shares)
-        if self._mode != "apply":
+        if self._mode not in ("style", "apply"):
             return h
-        return calibrate(h, self._temporal, site.key, self.injection.norm, self._moments.get(site.key))
+        affine = self.calibration(site, channel_moments(h))
+        return h if affine is None else affine_act(h, *affine)
+
+    def calibration(self, site: Site, moments: Tensor) -> tuple[Tensor, Tensor] | None:
+        """ST-Norm of a norm's output as scale and shift ``[(b t), C]``, or None where it is left as it is.
+
+        Args:
+            moments: of that output ``[(b t), 2, C]``.
+        """
+        if self._mode == "style":
+            self._moments[site.key] = _pooled(moments, self.shares)
+        if self._mode != "apply" or not self.injection.norm:
+            return None
+        moments = rearrange(moments, "(b t) m c -> b t m c", t=self._temporal.frames)
+        return calibration(moments, self._temporal, site.key, self.injection.norm, self._moments.get(site.key))
 
 
 def pooled_moments(h: Tensor, shares: list[float]) -> Tensor:
     """Raw moments ``[2, C]`` of pictures' features ``[m, C, H, W]``, mixed by shares that sum to 1."""
-    return (frame_moments(h, 1)[:, 0] * torch.tensor(shares, device=h.device)[:, None, None]).sum(0)
+    return _pooled(frame_moments(h, 1)[:, 0], shares)
+
+
+def _pooled(moments: Tensor, shares: list[float]) -> Tensor:
+    return sum(m * share for m, share in zip(moments, shares, strict=True))
 
 
 def _adain(x: Tensor, style: Tensor, eps: float = 1e-5) -> Tensor:

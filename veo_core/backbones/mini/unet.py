@@ -54,8 +54,8 @@ class StyleBlock(nn.Module):
         nn.init.zeros_(self.conv2.bias)
 
     def forward(self, h: Tensor, condition: Tensor, context: TemporalContext) -> Tensor:
-        y = self.conv1(F.silu(self.norm1(h, condition, context)))
-        return self.skip(h) + self.conv2(F.silu(self.norm2(y, condition, context)))
+        y = self.conv1(self.norm1(h, condition, context, silu=True))
+        return self.skip(h) + self.conv2(self.norm2(y, condition, context, silu=True))
 
 
 class UNet(nn.Module):

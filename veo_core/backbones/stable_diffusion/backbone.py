@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,9 +13,10 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from ...cuda_graphs import LAUNCH_BOUND, CudaGraphs
 from ...errors import InputError, ModelError
 from ...layers.st_norm import TemporalContext, calibrate
-from ...layers.style_session import StyleSession, pooled_moments
+from ...layers.style_session import StyleFeatures, StyleSession, pooled_moments
 from ...lora.injector import LoRA, injected, load_lora
 from ...options import StylizeOptions
 from ...sampling.inversion import invert
@@ -27,9 +29,12 @@ from ...video.scenes import Survey
 from ...weights_file import digest
 from ..base import Defaults
 from .files import NAMES, Parts, load_file, load_folder, load_motion
+from .fused import fuse
 from .ip_adapter import Blocks, ImageTokens, IPAdapter, load_ip_adapter, pictured
 from .sites import connected
 from .text import TextEmbedding, TextEncoders
+
+Call = Callable[..., Tensor]
 
 
 @dataclass
@@ -76,6 +81,8 @@ class StableDiffusionBackbone:
     def __init__(self, parts: Parts, digest: str, sampler: str = "dpmpp_2m", scheduler: str | None = None):
         self.name = NAMES[parts.architecture]
         self.unet, self.vae = parts.unet, parts.vae
+        fuse(self.unet)
+        fuse(self.vae)
         self.text = TextEncoders(parts.text, skip=int(parts.architecture == "sdxl"))
         self.module = nn.ModuleList([self.unet, self.vae, self.text]).eval().requires_grad_(False)
         scheduler = scheduler or default_spacing(parts.scheduler, sampler)
@@ -197,6 +204,7 @@ class StableDiffusionBackbone:
         text: list[TextEmbedding],
         frames: int = 1,
         pictures: ImageTokens | None = None,
+        call: Call | None = None,
     ) -> Tensor:
         """The UNet's output.
 
@@ -204,21 +212,26 @@ class StableDiffusionBackbone:
             x: ``[B, 4, h, w]``, variance preserving. text: one an entry of the batch.
             frames: entries of the batch that are one clip, for motion modules.
             pictures: given the tokens of the texts' pictures.
+            call: calls the network given with the tensors given, in its own way.
         """
         words = TextEmbedding.batch(text)
         if pictures is not None:
             pictures.batch = words.image
-        extra = {}
+        given = [x.to(self.unet.dtype), timestep, words.tokens.to(self.unet.dtype)]
         if words.pooled is not None:
             height, width = (side * self.factor for side in x.shape[-2:])
             ids = torch.tensor([[height, width, 0, 0, height, width]], device=x.device).repeat(len(x), 1)
-            extra = {"added_cond_kwargs": {"text_embeds": words.pooled, "time_ids": ids.to(words.pooled.dtype)}}
-        kept, x, tokens = x.dtype, x.to(self.unet.dtype), words.tokens.to(self.unet.dtype)
+            given += [words.pooled, ids.to(words.pooled.dtype)]
+        network = partial(self._network, frames)
+        return (network(*given) if call is None else call(network, *given)).to(x.dtype)
+
+    def _network(self, frames: int, x: Tensor, timestep: Tensor, tokens: Tensor, *added: Tensor) -> Tensor:
+        extra = {"added_cond_kwargs": dict(zip(("text_embeds", "time_ids"), added))} if added else {}
         if not self._moves:
-            return self.unet(x, timestep, encoder_hidden_states=tokens, return_dict=False, **extra)[0].to(kept)
+            return self.unet(x, timestep, encoder_hidden_states=tokens, return_dict=False, **extra)[0]
         clips = rearrange(x, "(b t) c h w -> b c t h w", t=frames)
         out = self.unet(clips, timestep, encoder_hidden_states=tokens, return_dict=False, **extra)[0]
-        return rearrange(out, "b c t h w -> (b t) c h w").to(kept)
+        return rearrange(out, "b c t h w -> (b t) c h w")
 
 
 class _Run:
@@ -227,7 +240,7 @@ class _Run:
     def __init__(self, model: StableDiffusionBackbone, condition: DiffusionCondition, job: WindowJob):
         self.model, self.condition, self.job = model, condition, job
         self.injection = job.options.injection.for_style(condition.style, job.options.strength)
-        self.session = StyleSession(self.injection)
+        self.session, self.graphs = StyleSession(self.injection), CudaGraphs()
         self.frames, self.shares = len(job.content), list(condition.style.weights)
         strengths = model._text_strengths(job.scene)
         self.empty = condition.without("", strengths)
@@ -258,14 +271,14 @@ class _Run:
         scale = job.options.strength * self.condition.style.weight
         with (
             sites,
-            injected(self.model.unet, "unet", loras) as strengths,
+            injected(self.model.unet, "unet", loras) as self.strengths,
             pictured(self.model.unet, self.model.ip_adapter, scale) as self.pictures,
         ):
-            strengths.values = [lora.at(0.0, job.scene) for lora in loras]
+            self.strengths.values = [lora.at(0.0, job.scene) for lora in loras]
             x = self._start()
             for index in range(len(schedule)):
                 job.before_step(index)
-                strengths.values = [lora.at(self._progress(index), job.scene) for lora in loras]
+                self.strengths.values = [lora.at(self._progress(index), job.scene) for lora in loras]
                 model_input = schedule.model_input(index, x)
                 if not plain:
                     self._record(index)
@@ -311,7 +324,7 @@ class _Run:
         if self.style is not None and self.session.wants_style:
             with self.session.record_style(self.shares):
                 x = self._noised("style", self.style, index, range(-len(self.style), 0))
-                self._evaluate(x, index, [self.empty] * len(x))
+                self._evaluate(x, index, [self.empty] * len(x), call=self._replayed_style)
         if self.style is not None and self.session.wants_content:
             with self.session.record_content():
                 x = self._noised("content", self.job.content, index, None)
@@ -326,10 +339,33 @@ class _Run:
         a, s = self.schedule.level(index)
         return a * clean + s * noise.to(clean)
 
-    def _evaluate(self, x: Tensor, index: int, text: list[TextEmbedding], frames: int = 1) -> Tensor:
-        return self.model.evaluate(
-            x, timestep=self.schedule.timesteps[index], text=text, frames=frames, pictures=self.pictures
-        )
+    def _evaluate(
+        self, x: Tensor, index: int, text: list[TextEmbedding], frames: int = 1, call: Call | None = None
+    ) -> Tensor:
+        timestep = self.schedule.timesteps[index]
+        return self.model.evaluate(x, timestep=timestep, text=text, frames=frames, pictures=self.pictures, call=call)
+
+    def _replayed_style(self, network: Call, *given: Tensor) -> Tensor:
+        """The network over style pictures by a CUDA graph where it pays, and what the session records of it."""
+
+        def recorded(*given: Tensor) -> tuple[Tensor, StyleFeatures]:
+            return network(*given), self.session.style_features
+
+        if not self._replays(given[0]):
+            return network(*given)
+        output, self.session.style_features = self.graphs(("style", *self.strengths.values), recorded, *given)
+        return output
+
+    def _replayed_plain(self, network: Call, *given: Tensor) -> Tensor:
+        """The model as it is by a CUDA graph where it pays."""
+        if not self._replays(given[0]):
+            return network(*given)
+        return self.graphs(("plain", *self.strengths.values), network, *given).clone()
+
+    def _replays(self, x: Tensor) -> bool:
+        """Whether the GPU would wait for launches, and nothing beyond the network's inputs changes between calls."""
+        pictures = self.pictures.batch is not None
+        return x.is_cuda and x[:, 0].numel() <= LAUNCH_BOUND and not pictures and not self.model._moves
 
     def _output(self, index: int, model_input: Tensor) -> Tensor:
         """The model's output for all frames, guided."""
@@ -340,7 +376,8 @@ class _Run:
             text = [self.negative] * self.frames + text
         batch = torch.cat([model_input] * (len(text) // self.frames))
         with nullcontext() if self.injection.plain else self.session.apply(self._progress(index), temporal):
-            output = self._evaluate(batch, index, text, frames=self.frames)
+            call = self._replayed_plain if self.injection.plain else None
+            output = self._evaluate(batch, index, text, frames=self.frames, call=call)
         if not self.guided:
             return output
         plain, worded = output.chunk(2)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from ....kernels.cross_frame_attention import cross_frame_attention
 from ...layers.style_session import Site, StyleSession, sites_of
 
 
@@ -22,7 +24,8 @@ def connected(unet: nn.Module, session: StyleSession) -> Iterator[None]:
             attentions[name].processor = _SessionProcessor(session, site)
         if session.injection.norm:
             for name, norm in up_norms(unet):
-                stack.callback(norm.register_forward_hook(session.norm_hook(Site(name, 1.0))).remove)
+                norm.calibration = partial(session.calibration, Site(name, 1.0))
+                stack.callback(setattr, norm, "calibration", None)
         yield
 
 
@@ -50,5 +53,5 @@ class _SessionProcessor:
             return rearrange(x, "b n (h d) -> b h n d", h=attn.heads)
 
         q, k, v = (heads(f(hidden_states)) for f in (attn.to_q, attn.to_k, attn.to_v))
-        out = self.session.attend(self.site, q, k, v, F.scaled_dot_product_attention)
+        out = self.session.attend(self.site, q, k, v, F.scaled_dot_product_attention, cross_frame_attention)
         return attn.to_out[0](rearrange(out, "b h n d -> b n (h d)"))
