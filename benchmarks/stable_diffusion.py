@@ -1,6 +1,7 @@
 """SD 1.5 shapes with random weights: seconds and peak memory of this engine beside diffusers' own pipelines.
 
     python benchmarks/stable_diffusion.py --out FOLDER [--device cuda] [--frames 48] [--long 240] [--steps 10] [--tiny]
+    python benchmarks/stable_diffusion.py --out FOLDER --headline --frames 240 --steps 50 [--before FOLDER]
 
 All do the same number of evaluations of the UNet a frame (denoise 1). Weights are random: speed and bytes do not care.
 Run it with the pack importable as comfyui_veostyle, from any folder. Prints a table and writes stable_diffusion.json.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -72,10 +74,10 @@ def make_clip(path: Path, side: int, frames: int) -> Path:
     return path
 
 
-def measured(device: str, job) -> tuple[float, float]:
-    """Seconds and peak MiB of a job, weights included, after a first run of its own."""
+def measured(device: str, job, first=None) -> tuple[float, float]:
+    """Seconds and peak MiB of a job, weights included, after a first run of its own, or of a smaller one."""
     cuda = device == "cuda"
-    job()
+    (first or job)()
     if cuda:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -171,6 +173,30 @@ def stage_peaks(engine: Stylizer, options, side: int, chunk: int) -> dict[str, t
     return out
 
 
+def alone(*arguments: str, folder: Path | None = None) -> tuple[float, float]:
+    """This script in a process of its own, so that no other model's weights count; of another checkout where asked."""
+    environment = dict(os.environ)
+    if folder is not None:
+        environment["PYTHONPATH"] = os.pathsep.join([str(folder), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:], *arguments]
+    run = subprocess.run(command, stdout=subprocess.PIPE, env=environment, check=True)
+    return tuple(json.loads(run.stdout.splitlines()[-1]))
+
+
+def peer(name: str, a: argparse.Namespace) -> tuple[float, float]:
+    parts = make_parts(a.device, a.tiny)
+    size = {"one frame at a time": 1, "16 at a time": 16}
+
+    def job(frames: int, steps: int):
+        if name == "AnimateDiff":
+            return animatediff(parts, a.side, frames, steps, a.device)
+        return image_to_image(parts, a.side, frames, steps, a.device, size[name])
+
+    first = job(16, 3) if a.headline else None
+    with torch.no_grad():
+        return measured(a.device, job(a.frames, a.steps), first)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
@@ -180,16 +206,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--side", type=int, default=512)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--rows", default="", help="only rows that contain one of these words, separated by commas")
-    parser.add_argument("--animatediff", action="store_true", help="that row alone, in a process without our UNet")
+    parser.add_argument("--rows", default="", help="only rows that contain one of these words, separated by semicolons")
+    parser.add_argument("--headline", action="store_true", help="words alone beside AnimateDiff, each timed once")
+    parser.add_argument("--before", type=Path, help="a folder with another checkout as comfyui_veostyle, timed as well")
+    parser.add_argument("--peer", default="", help="that peer of diffusers alone")
+    parser.add_argument(
+        "--json", action="store_true", help="print the first row's figures last, and nothing after them"
+    )
     a = parser.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
-    parts = make_parts(a.device, a.tiny)
-    if a.animatediff:
-        job = animatediff(parts, a.side, a.frames, a.steps, a.device)
-        with torch.no_grad():
-            print(json.dumps(measured(a.device, job)))
+    if a.peer:
+        print(json.dumps(peer(a.peer, a)))
         return
+    parts = make_parts(a.device, a.tiny)
     backbone = StableDiffusionBackbone(parts, "random", "ddim", "normal")
     engine = Stylizer(backbone, FlowNet().to(a.device).eval())
     pictures = style_from_tensors([torch.rand(3, 512, 512)], prompts=parse_prompts("a painting", "blurry"))
@@ -201,7 +230,6 @@ def main() -> None:
     light = parse_options(**common, injection=PRESETS["balanced"].model_copy(update={"query": 0.0}))
     predicted = engine.plan(open_clip(short), whole)
     least = predicted.weights + predicted.stages["denoise"] + 256 * MIB
-    same = (parts, a.side, a.frames, a.steps, a.device)
     runs = {
         "veostyle, balanced": partial(ours, engine, short, a.out, whole, pictures, None),
         f"veostyle, balanced, {a.long} frames": partial(ours, engine, long, a.out, whole, pictures, None),
@@ -209,28 +237,37 @@ def main() -> None:
         "veostyle, balanced, query 0": partial(ours, engine, short, a.out, light, pictures, None),
         "veostyle, words, cross-frame": partial(ours, engine, short, a.out, whole, words, None),
         "veostyle, words, frames apart": partial(ours, engine, short, a.out, plain, words, None),
-        "img2img, one frame at a time": partial(image_to_image, *same, 1),
-        "img2img, 16 at a time": partial(image_to_image, *same, 16),
     }
+    first = None
+    if a.headline:
+        few = whole.model_copy(update={"steps": 3})
+        first = ours(engine, make_clip(a.out / "first.mp4", a.side, 32), a.out, few, words, None)
     rows = {}
-    wanted = [w for w in a.rows.split(",") if w]
+    wanted = ["words, cross-frame"] if a.headline else [w for w in a.rows.split(";") if w]
+
+    def shown(name: str, figures: tuple[float, float]) -> None:
+        rows[name] = figures
+        print(f"{name:34s} {figures[0]:8.2f} s {figures[1]:8.0f} MiB", flush=True)
+
     for name, make in runs.items():
         if wanted and not any(w in name for w in wanted):
             continue
         with torch.no_grad():
-            rows[name] = measured(a.device, make())
-        print(f"{name:34s} {rows[name][0]:8.2f} s {rows[name][1]:8.0f} MiB", flush=True)
-    alone = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, *sys.argv[1:], "--animatediff"], stdout=subprocess.PIPE, check=True
-    )
-    rows["AnimateDiff v2v"] = json.loads(alone.stdout.splitlines()[-1])
-    print(
-        f"{'AnimateDiff v2v':34s} {rows['AnimateDiff v2v'][0]:8.2f} s {rows['AnimateDiff v2v'][1]:8.0f} MiB", flush=True
-    )
+            shown(name, measured(a.device, make(), first))
+        if a.json:
+            print(json.dumps(rows[name]))
+            return
+    stages = {}
+    if a.device == "cuda" and not a.headline:
+        stages = stage_peaks(engine, whole.for_backbone(backbone), a.side, predicted.decode_chunk)
+    del runs, engine, backbone, parts
+    torch.cuda.empty_cache()
+    if a.before:
+        shown("the same, before", alone("--rows", "words, cross-frame", "--json", folder=a.before))
+    for name in ("AnimateDiff",) if a.headline else ("one frame at a time", "16 at a time", "AnimateDiff"):
+        if a.headline or not wanted or any(w in name for w in wanted):
+            shown(f"diffusers, {name}", alone("--peer", name))
     print(f"plan for balanced: peak {predicted.peak / MIB:.0f} MiB\n{predicted.describe()}")
-    stages = (
-        stage_peaks(engine, whole.for_backbone(backbone), a.side, predicted.decode_chunk) if a.device == "cuda" else {}
-    )
     (a.out / "stable_diffusion.json").write_text(
         json.dumps({"runs": rows, "planned_mib": predicted.peak / MIB, "stages": stages})
     )

@@ -26,6 +26,7 @@ class LoadModel(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
+        from ..veo_core.layers.fp8 import WEIGHT_DTYPES
         from ..veo_core.sampling.schedule import PREDICTIONS, SAMPLERS, SPACINGS
 
         checkpoints = [n for n in folder_paths.get_filename_list("checkpoints") if n.endswith((".safetensors", ".sft"))]
@@ -75,6 +76,13 @@ class LoadModel(io.ComfyNode):
                     tooltip="What the checkpoint was trained to predict; auto goes by its marks. If results look burnt, it is "
                     "another.",
                 ),
+                io.Combo.Input(
+                    "weight_dtype",
+                    options=[AUTO, *WEIGHT_DTYPES],
+                    default=AUTO,
+                    optional=True,
+                    tooltip="fp8_e4m3fn keeps a checkpoint's linear layers at half the bytes; results differ a little.",
+                ),
             ],
             outputs=[VeoModel.Output(display_name="model", tooltip="For the denoiser and the decoder.")],
         )
@@ -89,7 +97,7 @@ class LoadModel(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, model, sampler=SAMPLER, scheduler=AUTO, path="", motion_module="", prediction=AUTO
+        cls, model, sampler=SAMPLER, scheduler=AUTO, path="", motion_module="", prediction=AUTO, weight_dtype=AUTO
     ) -> io.NodeOutput:
         import comfy.model_management as management
         import torch
@@ -109,6 +117,7 @@ class LoadModel(io.ComfyNode):
             scheduler=None if scheduler == AUTO else scheduler,
             prediction=None if prediction == AUTO else prediction,
             motion=Path(motion_module) if motion_module else None,
+            weight_dtype=None if weight_dtype == AUTO else weight_dtype,
         )
         return io.NodeOutput(loaded(backbone))
 

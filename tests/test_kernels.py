@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from comfyui_veostyle.kernels import cross_frame_attention as attention
-from comfyui_veostyle.kernels import kv_int4, lora_slots, st_norm
+from comfyui_veostyle.kernels import fp8_linear, kv_int4, lora_slots, st_norm
 from comfyui_veostyle.kernels.block_mask import choose_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -286,3 +286,23 @@ def test_compiled_unpacking_is_the_references():
     on_cpu = kv_int4.PackedKV(*(x.cpu() for x in vars(packed).values()))
     for x, y in zip(kv_int4.unpack(packed), kv_int4.unpack(on_cpu)):
         torch.testing.assert_close(x.cpu(), y)
+
+
+def test_eight_bits_of_a_weight_err_by_a_few_percent():
+    torch.manual_seed(0)
+    weight, x = torch.randn(64, 96), torch.randn(5, 7, 96)
+    narrow, scale = fp8_linear.quantise(weight)
+    assert narrow.element_size() == 1
+    assert error(fp8_linear.fp8_linear(x, narrow, scale), x.double() @ weight.double().T) < 0.04
+    zero, one = fp8_linear.quantise(torch.zeros(4, 4))
+    assert not fp8_linear.fp8_linear(torch.randn(2, 4), zero, one).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(4096, 320, 2560), (77, 768, 320), (5, 24, 40)])
+def test_eight_bits_on_both_sides_err_by_a_few_percent(sizes):
+    rows, inputs, outputs = sizes
+    x, weight = torch.randn(2, rows, inputs, device="cuda").half(), torch.randn(outputs, inputs, device="cuda").half()
+    bias = torch.randn(outputs, device="cuda").half()
+    out = fp8_linear.fp8_linear(x, *fp8_linear.quantise(weight), bias)
+    assert error(out, F.linear(x.double(), weight.double(), bias.double())) < 0.05

@@ -304,3 +304,42 @@ def test_alpha_that_is_no_number_is_told(alpha, tmp_path):
     save_file(file | {f"{key}.alpha": torch.tensor(alpha)}, tmp_path / "b.safetensors")
     with pytest.raises(ModelError, match="alpha"):
         model.with_lora(tmp_path / "b.safetensors")
+
+
+@pytest.mark.parametrize("kind", list(configs()))
+def test_adapters_beside_eight_bit_weights(kind, tmp_path):
+    """As beside the same weights widened, whatever the kind."""
+    from comfyui_veostyle.veo_core.layers.fp8 import Fp8Linear, to_fp8, weight_of
+
+    made = tiny.parts()
+    folder, _ = with_peft(made, configs()[kind], tmp_path / "peft")
+    wide = tiny.parts().unet
+    to_fp8(made.unet)
+    for name, layer in made.unet.named_modules():
+        if isinstance(layer, Fp8Linear):
+            wide.get_submodule(name).weight.data = weight_of(layer)
+    outputs = []
+    for unet in (made.unet, wide):
+        with injected(unet, "unet", (load_lora(folder, {"unet": unet}, "SD 1.5"),)):
+            outputs.append(forward(unet))
+    assert (outputs[0] - outputs[1]).abs().max() < 1e-4
+
+
+def test_adapters_of_unequal_ranks_add_up(tmp_path):
+    """Together they do what each does to a linear layer, by their strengths, and one at 0 nothing."""
+    unet, name = tiny.parts().unet, "mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
+    layer = unet.get_submodule(name)
+    x = torch.randn(3, 5, layer.in_features)
+    plain = wanted = layer(x)
+    loras = []
+    for i, (rank, strength) in enumerate(((1, 0.5), (4, -2.0), (3, 0.0))):
+        down, up = torch.randn(rank, layer.in_features), torch.randn(layer.out_features, rank)
+        factors = {f"unet.{name}.lora_down.weight": down, f"unet.{name}.lora_up.weight": up}
+        save_file(factors, tmp_path / f"{i}.safetensors")
+        loras.append(load_lora(tmp_path / f"{i}.safetensors", {"unet": unet}, "SD 1.5", strength))
+        wanted = wanted + strength * x @ down.T @ up.T
+    with injected(unet, "unet", tuple(loras)) as strengths, torch.no_grad():
+        torch.testing.assert_close(layer(x), wanted, atol=1e-4, rtol=1e-4)
+        assert strengths.captured == (1.0, 1.0, 0.0)
+        strengths.values = [0.0, 0.0, 0.0]
+        assert torch.equal(layer(x), plain)

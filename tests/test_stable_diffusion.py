@@ -627,3 +627,24 @@ def test_files_that_are_no_checkpoint_say_what_they_are(kind, says, tmp_path):
         load_backbone(_refused(kind, tmp_path), torch.device("cpu"))
     assert "x.safetensors" in str(refused.value)
     assert "ive " in str(refused.value) or "download" in str(refused.value)  # a remedy
+
+
+def test_linear_layers_at_half_the_bytes(tmp_path):
+    """FP8 weights take less, change little, and adapters still go beside them."""
+    from comfyui_veostyle.veo_core.backbones import load_backbone
+    from comfyui_veostyle.veo_core.errors import InputError
+    from comfyui_veostyle.veo_core.layers.fp8 import Fp8Linear
+
+    path, cpu = tiny.save_checkpoint(tiny.parts(), tmp_path / "a.safetensors"), torch.device("cpu")
+    plain, narrow = (load_backbone(path, cpu, weight_dtype=w) for w in (None, "fp8_e4m3fn"))
+    assert narrow.weight_bytes < plain.weight_bytes
+    assert narrow.digest != plain.digest
+    layers = {n for n, m in narrow.unet.named_modules() if isinstance(m, Fp8Linear)}
+    assert any("attn1" in n for n in layers)
+    assert not any("time" in n for n in layers)
+    x, text = torch.randn(2, 4, 8, 8), [plain.text.encode("a house")] * 2
+    outputs = [m.evaluate(x, timestep=torch.tensor(500), text=text) for m in (plain, narrow)]
+    change = (outputs[1] - outputs[0]).norm() / outputs[0].norm()
+    assert 0 < change < 0.1
+    with pytest.raises(InputError, match="weight_dtype = 'int3' is unknown; give fp8_e4m3fn"):
+        load_backbone(path, cpu, weight_dtype="int3")

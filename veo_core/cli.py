@@ -35,6 +35,12 @@ Sampler = Annotated[
     typer.Option(help="For checkpoints: dpmpp_2m, ddim, euler, euler_ancestral, heun, dpmpp_2m_sde, uni_pc, lcm."),
 ]
 Scheduler = Annotated[str | None, typer.Option(help="For checkpoints: karras, normal, exponential or sgm_uniform.")]
+WeightDtype = Annotated[
+    str | None,
+    typer.Option(
+        "--weight_dtype", "--weight-dtype", help="fp8_e4m3fn: a checkpoint's linear layers at half the bytes."
+    ),
+]
 MotionModule = Annotated[
     Path | None, typer.Option("--motion_module", "--motion-module", help="AnimateDiff motion modules, for SD 1.5.")
 ]
@@ -138,6 +144,7 @@ def stylize(
     prediction: Annotated[
         str | None, typer.Option(help="For checkpoints that do not tell: epsilon or v_prediction.")
     ] = None,
+    weight_dtype: WeightDtype = None,
     preset: Preset = "balanced",
     denoise: Denoise = None,
     inversion: Annotated[bool, typer.Option(help="For checkpoints: start from DDIM inversion of the source.")] = False,
@@ -214,7 +221,13 @@ def stylize(
     path = output_dir / f"{video_path.stem}_{style_image[0].stem if style_image else 'text'}{output.suffix}"
     check_writable(path, output)
     backbone, flow = _load(
-        model, device, sampler=sampler, scheduler=scheduler, motion=motion_module, prediction=prediction
+        model,
+        device,
+        sampler=sampler,
+        scheduler=scheduler,
+        motion=motion_module,
+        prediction=prediction,
+        weight_dtype=weight_dtype,
     )
     backbone = _adapted(backbone, lora or [], ip_adapter, clip_vision, ip_blocks, allow_download)
     engine = Stylizer(backbone, flow)

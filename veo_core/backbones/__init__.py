@@ -21,8 +21,8 @@ def load_backbone(
     """Loads a model by what its file holds; None is the bundled veo-mini.
 
     Args:
-        dtype: of Stable Diffusion's weights; None is fp16 on a GPU and float32 on the CPU.
-        settings: sampler, scheduler and motion modules, for Stable Diffusion.
+        dtype: that Stable Diffusion computes in; None is fp16 on a GPU and float32 on the CPU.
+        settings: sampler, scheduler, motion modules and weight_dtype, for Stable Diffusion.
 
     Raises:
         ModelError: the file is missing, damaged or of a kind that is not known here.

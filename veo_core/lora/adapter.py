@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..layers.fp8 import weight_of
+
 
 @dataclass(frozen=True)
 class Adapter:
@@ -41,6 +43,11 @@ class Adapter:
             return first.shape[0], first[0].numel()
         return first.shape[0] * second.shape[0], first[0].numel() * second[0].numel()
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a product of two factors and nothing else."""
+        return self.kind == "lora" and self.magnitude is None and "mid" not in self.factors
+
     def with_factors(self, change) -> Adapter:
         """The same with every tensor changed by a function."""
         magnitude = None if self.magnitude is None else change(self.magnitude)
@@ -72,7 +79,7 @@ class Adapter:
             return self.scale * self._narrow(layer, x)
         if self.magnitude is None:
             return _apply(layer, x, self.delta().reshape(layer.weight.shape))
-        weight = layer.weight.to(x.dtype)
+        weight = weight_of(layer).to(x.dtype)
         merged = weight + self.delta().reshape(weight.shape)
         if self.magnitude.ndim == 1:
             norm = merged.flatten(1).norm(dim=1).reshape(-1, *[1] * (weight.ndim - 1))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from ...kernels.lora_slots import lora_slots
 from ..errors import InputError, ModelError
+from ..layers.fp8 import compute_dtype
 from ..video.scenes import of_scene
 from .adapter import Adapter
 from .formats import AdapterFile, read_adapters
@@ -188,16 +192,38 @@ def parse_scenes(text: str) -> tuple[float, ...]:
 
 
 class Strengths:
-    """Strengths of the adapters that are in place; 0 takes one out of the computation."""
+    """Strengths of the adapters that are in place; 0 takes one out of the computation.
 
-    def __init__(self, values: list[float]):
+    Attributes:
+        on_device: the same numbers ``[adapters]`` in float32, which layers with slots read.
+        read_as_numbers: adapters that a layer reads out of ``values``.
+    """
+
+    def __init__(self, values: list[float], device: torch.device):
+        self.on_device = torch.zeros(len(values), device=device)
+        self.read_as_numbers: set[int] = set()
         self.values = values
+
+    @property
+    def values(self) -> list[float]:
+        return self._values
+
+    @values.setter
+    def values(self, values: list[float]) -> None:
+        self._values = values
+        self.on_device.copy_(torch.tensor(values))
+
+    @property
+    def captured(self) -> tuple[float, ...]:
+        """What a CUDA graph of the model keeps of them: which are at work, and numbers where layers read numbers."""
+        return tuple(v if i in self.read_as_numbers else float(v != 0) for i, v in enumerate(self.values))
 
 
 @contextmanager
 def injected(model: nn.Module, part: str, loras: tuple[LoRA, ...]) -> Iterator[Strengths]:
     """In this block the adapters act beside the model's layers; change ``values`` of what is given at any time."""
-    strengths = Strengths([lora.strength for lora in loras])
+    device = next(model.parameters()).device
+    strengths = Strengths([lora.strength for lora in loras], device)
     by_layer: dict[str, list[tuple[int, Adapter]]] = {}
     for number, lora in enumerate(loras):
         for layer, adapter in lora.layers.get(part, {}).items():
@@ -205,14 +231,40 @@ def injected(model: nn.Module, part: str, loras: tuple[LoRA, ...]) -> Iterator[S
     with ExitStack() as stack:
         for layer, adapters in by_layer.items():
             module = model.get_submodule(layer)
-            moved = [
-                (n, a.with_factors(lambda v, m=module: v.to(m.weight.device, m.weight.dtype))) for n, a in adapters
-            ]
-            stack.callback(module.register_forward_hook(_bypass(moved, strengths)).remove)
+            dtype = compute_dtype(module)
+            moved = [(n, a.with_factors(lambda v, d=dtype: v.to(device, d))) for n, a in adapters]
+            in_slots = [(n, a) for n, a in moved if isinstance(module, nn.Linear) and a.is_plain]
+            others = [(n, a) for n, a in moved if (n, a) not in in_slots]
+            strengths.read_as_numbers |= {n for n, _ in others}
+            hooks = [_slots(in_slots, strengths)] if in_slots else []
+            hooks += [_bypass(others, strengths)] if others else []
+            for hook in hooks:
+                stack.callback(module.register_forward_hook(hook).remove)
         yield strengths
 
 
-def _bypass(adapters: list[tuple[int, Adapter]], strengths: Strengths):
+def _slots(adapters: list[tuple[int, Adapter]], strengths: Strengths) -> Callable[..., Tensor]:
+    """All plain adapters of a linear layer as one narrow product beside it."""
+    numbers = [n for n, _ in adapters]
+    rank = max(len(a.factors["down"]) for _, a in adapters)
+
+    def filled(x: Tensor, dim: int) -> Tensor:
+        missing = rank - x.shape[dim]
+        return F.pad(x, (0, 0, 0, missing) if dim == 0 else (0, missing))
+
+    down = torch.stack([filled(a.factors["down"].flatten(1), 0) for _, a in adapters])
+    up = torch.stack([filled(a.scale * a.factors["up"].flatten(1), 1) for _, a in adapters])
+    index = torch.tensor(numbers, device=down.device)
+
+    def hook(module, inputs, output):
+        if not any(strengths.values[n] for n in numbers):
+            return output
+        return lora_slots(output, inputs[0], down, up, strengths.on_device[index])
+
+    return hook
+
+
+def _bypass(adapters: list[tuple[int, Adapter]], strengths: Strengths) -> Callable[..., Tensor]:
     def hook(module, inputs, output):
         added = output
         for number, adapter in adapters:

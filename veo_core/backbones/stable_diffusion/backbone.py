@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ...cuda_graphs import LAUNCH_BOUND, CudaGraphs
 from ...errors import InputError, ModelError
+from ...layers.fp8 import WEIGHT_DTYPES, to_fp8
 from ...layers.st_norm import TemporalContext, calibrate
 from ...layers.style_session import StyleFeatures, StyleSession, pooled_moments
 from ...lora.injector import LoRA, injected, load_lora
@@ -35,6 +36,7 @@ from .sites import connected
 from .text import TextEmbedding, TextEncoders
 
 Call = Callable[..., Tensor]
+GRAPH_MAPS = 26
 
 
 @dataclass
@@ -181,6 +183,8 @@ class StableDiffusionBackbone:
         text = TextEmbedding(x.new_empty(1, 77, width), pooled)
         style = x.new_empty(1, *x.shape[1:])
         evaluate = partial(self.evaluate, timestep=torch.tensor(1, device=x.device))
+        # The CUDA graph of the style's evaluation keeps its memory while the frames are evaluated.
+        held = self._graph_memory(style) if session.wants_style else None
         with connected(self.unet, session):
             if session.wants_style:
                 with session.record_style([1.0]):
@@ -190,7 +194,14 @@ class StableDiffusionBackbone:
                     evaluate(x, text=[text] * len(x))
             with session.apply(0.0, temporal):
                 texts = [text] * len(x) * (2 if options.guidance > 1 else 1)
-                return evaluate(x.repeat(len(texts) // len(x), 1, 1, 1), text=texts, frames=len(x))
+                output = evaluate(x.repeat(len(texts) // len(x), 1, 1, 1), text=texts, frames=len(x))
+        del held
+        return output
+
+    def _graph_memory(self, x: Tensor) -> Tensor:
+        """As much as a replayed evaluation of ``x`` keeps: so many maps of the first level's width, as measured."""
+        maps = GRAPH_MAPS if x.is_cuda and x[:, 0].numel() <= LAUNCH_BOUND else 0
+        return x.new_empty(maps * self.unet.config.block_out_channels[0] * x[:, 0].numel(), dtype=self.unet.dtype)
 
     @property
     def _pooled_width(self) -> int:
@@ -353,14 +364,14 @@ class _Run:
 
         if not self._replays(given[0]):
             return network(*given)
-        output, self.session.style_features = self.graphs(("style", *self.strengths.values), recorded, *given)
+        output, self.session.style_features = self.graphs(("style", self.strengths.captured), recorded, *given)
         return output
 
     def _replayed_plain(self, network: Call, *given: Tensor) -> Tensor:
         """The model as it is by a CUDA graph where it pays."""
         if not self._replays(given[0]):
             return network(*given)
-        return self.graphs(("plain", *self.strengths.values), network, *given).clone()
+        return self.graphs(("plain", self.strengths.captured), network, *given).clone()
 
     def _replays(self, x: Tensor) -> bool:
         """Whether the GPU would wait for launches, and nothing beyond the network's inputs changes between calls."""
@@ -405,18 +416,22 @@ def load(
     motion: Path | None = None,
     prediction: str | None = None,
     dtype: torch.dtype | None = None,
+    weight_dtype: str | None = None,
 ) -> StableDiffusionBackbone:
     """Loads a checkpoint.
 
     Args:
         path: a safetensors file or a diffusers folder. motion: AnimateDiff's motion modules, SD 1.5 only.
         prediction: ``epsilon`` or ``v_prediction``, for files that do not tell which they were trained for.
-        dtype: of the weights; None is fp16 on a GPU and float32 on the CPU.
+        dtype: computed in; None is fp16 on a GPU and float32 on the CPU.
+        weight_dtype: ``fp8_e4m3fn`` keeps the linear layers of the UNet and the text encoders so; None keeps ``dtype``.
 
     Raises:
         ModelError: what is wrong with the file, and what was expected.
         InputError: a setting that is unknown, or does not go with another.
     """
+    if weight_dtype not in (None, *WEIGHT_DTYPES):
+        raise InputError(f"weight_dtype = {weight_dtype!r} is unknown; give {' or '.join(WEIGHT_DTYPES)}")
     dtype = dtype or (torch.float16 if device.type == "cuda" else torch.float32)
     parts = load_folder(path, dtype) if path.is_dir() else load_file(path, dtype)
     if prediction is not None:
@@ -432,6 +447,10 @@ def load(
             raise ModelError(f"{motion}: motion modules are for SD 1.5, and {path} is {NAMES[parts.architecture]}")
         parts.unet = load_motion(motion, parts.unet)
         mark += digest(motion)
+    if weight_dtype is not None:
+        for model in (parts.unet, *parts.text):
+            to_fp8(model)
+        mark += f"-{weight_dtype}"
     backbone = StableDiffusionBackbone(parts, mark, sampler, scheduler)
     backbone.module.to(device)
     return backbone
