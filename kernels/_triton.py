@@ -1,6 +1,7 @@
 """Triton where it is installed, and whether its kernels run here."""
 
 import functools
+import logging
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ except ImportError:
     triton: Any = None
     tl: Any = SimpleNamespace(constexpr=int)
 
+log = logging.getLogger(__name__)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 OLDEST = (8, 0)
 
@@ -46,3 +48,9 @@ def runs_on(*tensors: Tensor) -> bool:
 def is_traced(x: Tensor) -> bool:
     """Whether a tensor stands for one without data, so that a registered operator must stand for the kernel."""
     return torch.compiler.is_compiling() or isinstance(x, torch._subclasses.FakeTensor)
+
+
+@functools.cache
+def notice_first_use(kernel: str) -> None:
+    """Says once in a process that a kernel may have to be compiled, which takes seconds; Triton keeps it on disk."""
+    log.info("%s: compiled for this chip on first use, kept by Triton", kernel)

@@ -13,8 +13,9 @@ from einops import rearrange
 from torch import Tensor
 
 from . import cross_frame_attention_hopper as hopper
-from ._triton import INTERPRETED, is_traced, jit, runs_on, tl, triton
+from ._triton import INTERPRETED, is_traced, jit, notice_first_use, runs_on, tl, triton
 from ._triton import state as triton_state
+from .tuning import Settings, best
 
 MOST_CHANNELS = 256
 LOG2_E = math.log2(math.e)
@@ -212,6 +213,14 @@ def _blocks(d: int) -> dict[str, int]:
     return {"QUERIES": 64, "KEYS": 32, "num_warps": 4, "num_stages": 2}
 
 
+def _candidates(d: int) -> list[Settings]:
+    """Block sizes worth trying; the usual ones first."""
+    tried = ((128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 3), (128, 32, 4, 3), (64, 32, 4, 2), (128, 128, 8, 2))
+    names = ("QUERIES", "KEYS", "num_warps", "num_stages")
+    usual = _blocks(d)
+    return [usual, *(c for c in (dict(zip(names, sizes)) for sizes in tried) if c != usual)]
+
+
 def launch(
     q: Tensor,
     k: Tensor,
@@ -224,6 +233,7 @@ def launch(
     scale: float,
 ) -> Tensor:
     """The kernel for this chip; ``scale`` is the whole factor on the logits, other arguments as above."""
+    notice_first_use("cross-frame attention")
     b, t, heads, n, d = q.shape
     out = torch.empty((b, t, n, heads, d), dtype=q.dtype, device=q.device).transpose(2, 3)
     biases = None if weights is None else weights.float().log2()
@@ -251,15 +261,23 @@ def _launch_portable(
     styled = style_k is not None
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     style = [x if x.stride(-1) == 1 else x.contiguous() for x in (style_k, style_v)] if styled else [k[:, 0], v[:, 0]]
-    blocks, tokens = _blocks(d), style[0].shape[2] if styled else 0
-    _attend[(triton.cdiv(n, blocks["QUERIES"]), b * t * heads)](
-        q, k, v, *style, sources, q if biases is None else biases, q if kept is None else kept.contiguous(), out,
-        *q.stride()[:4], *k.stride()[:4], *v.stride()[:4], *style[0].stride()[:3], *style[1].stride()[:3],
-        *out.stride()[:4], heads, t, n, tokens, 0 if kept is None else kept.shape[-1], scale,
-        SOURCES=sources.shape[1], D=d, PADDED=max(16, triton.next_power_of_2(d)),
-        MASKED=bool(n % blocks["KEYS"] or tokens % blocks["KEYS"]), STYLED=styled, WEIGHTED=biases is not None,
-        SPARSE=kept is not None, **blocks,
-    )  # fmt: skip
+    tokens, padded = style[0].shape[2] if styled else 0, max(16, triton.next_power_of_2(d))
+
+    def run(blocks: Settings) -> None:
+        _attend[(triton.cdiv(n, blocks["QUERIES"]), b * t * heads)](
+            q, k, v, *style, sources, q if biases is None else biases, q if kept is None else kept.contiguous(), out,
+            *q.stride()[:4], *k.stride()[:4], *v.stride()[:4], *style[0].stride()[:3], *style[1].stride()[:3],
+            *out.stride()[:4], heads, t, n, tokens, 0 if kept is None else kept.shape[-1], scale,
+            SOURCES=sources.shape[1], D=d, PADDED=padded, MASKED=bool(n % blocks["KEYS"] or tokens % blocks["KEYS"]),
+            STYLED=styled, WEIGHTED=biases is not None, SPARSE=kept is not None, **blocks,
+        )  # fmt: skip
+
+    # The blocks that are kept were chosen in sizes that must hold.
+    if INTERPRETED or kept is not None:
+        run(_blocks(d))
+    else:
+        bucket = f"heads of {padded}, {triton.next_power_of_2(n)} tokens, {q.element_size() * 8} bits"
+        run(best("cross-frame attention", bucket, _candidates(d), run))
 
 
 @torch.library.custom_op("veostyle::cross_frame_attention", mutates_args=())

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._triton import INTERPRETED, is_traced, jit, runs_on, tl, triton
+from ._triton import INTERPRETED, is_traced, jit, notice_first_use, runs_on, tl, triton
 
 # Elements of a group that one program holds in registers.
 AT_ONCE = 256 if INTERPRETED else 1 << 14
@@ -200,6 +200,7 @@ def _tile(channels: int, pixels: int, c_step: int) -> dict[str, int]:
 
 def _partial_sums(h: Tensor, n_step: int, c_step: int, p_step: int) -> Tensor:
     """float32 ``[n, splits, 2, C]``: sums and sums of squares of runs of pixels."""
+    notice_first_use("group norm, ST-Norm")
     n, channels = h.shape[:2]
     pixels = h[0, 0].numel()
     tile = _tile(channels, pixels, c_step)

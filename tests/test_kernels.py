@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from comfyui_veostyle.kernels import cross_frame_attention as attention
-from comfyui_veostyle.kernels import fp8_linear, kv_int4, lora_slots, st_norm
+from comfyui_veostyle.kernels import fp8_linear, kv_int4, lora_slots, st_norm, tuning
+from comfyui_veostyle.kernels import report as kernel_report
 from comfyui_veostyle.kernels.block_mask import choose_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -227,6 +228,63 @@ def test_slots_add_what_the_adapters_add(rows, inputs, outputs, slots, rank):
     assert error(lora_slots.lora_slots(*given), wanted) < 2e-3
 
 
+@pytest.fixture
+def chip(monkeypatch, tmp_path):
+    """A chip on which a setting takes as long as it says; gives what was tried."""
+    tried = []
+
+    def time(run, settings):
+        tried.append(settings)
+        return settings.get("ms")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a chip")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(tuning, "_time", time)
+    tuning._known.cache_clear()
+    yield tried
+    tuning._known.cache_clear()
+
+
+CANDIDATES = [{"ms": 3}, {"a": 0}, {"ms": 1}, {"ms": 2}]
+
+
+def test_the_fastest_setting_is_found_once_and_kept_on_disk(chip):
+    assert tuning.best("attention", "small", CANDIDATES, print) == {"ms": 1}
+    assert chip == CANDIDATES
+    tuning._known.cache_clear()
+    assert tuning.best("attention", "small", CANDIDATES, print) == {"ms": 1}
+    assert len(chip) == len(CANDIDATES)
+    assert tuning.best("attention", "large", CANDIDATES[:1], print) == {"ms": 3}
+    # One that is no candidate any more is not taken.
+    assert tuning.best("attention", "small", CANDIDATES[:1], print) == {"ms": 3}
+
+
+@pytest.mark.parametrize("spoilt", ["", "[1]", "{"])
+def test_a_spoilt_or_unwritable_file_of_settings_does_no_harm(chip, monkeypatch, spoilt):
+    tuning.cache_file().parent.mkdir()
+    tuning.cache_file().write_text(spoilt)
+    assert tuning.best("attention", "small", CANDIDATES, print) == {"ms": 1}
+    monkeypatch.setattr(tuning.Path, "write_text", lambda *a: (_ for _ in ()).throw(PermissionError("read only")))
+    assert tuning.best("attention", "large", CANDIDATES, print) == {"ms": 1}
+
+
+def test_settings_that_none_run_are_an_error_and_a_capture_tries_none(chip, monkeypatch):
+    with pytest.raises(RuntimeError, match="none of 1 settings runs for small on this chip"):
+        tuning.best("attention", "small", [{"a": 0}], print)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    chip.clear()
+    assert tuning.best("attention", "small", CANDIDATES, print) == {"ms": 3}
+    assert not chip
+
+
+def test_reports_say_why_a_kernel_is_off():
+    for report in kernel_report.reports():
+        assert report.state in ("triton", "pytorch")
+        assert report.reason
+        assert (report.ours is None) == (not torch.cuda.is_available())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
@@ -246,6 +304,20 @@ def test_compiled_attention_computes_what_the_reference_does(shape, dtype, optio
     out = attention.cross_frame_attention(*inputs, **given)
     assert attention._fits(*inputs[:3])
     assert error(out, exact(inputs, **given)) < (1e-3 if dtype == torch.float16 else 8e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1, 3, 2, 300, 40, 3, 100), (2, 4, 8, 1024, 80, 4, 256), (1, 2, 4, 77, 160, 2, 0)])
+def test_the_kernel_of_other_chips_computes_the_same(shape, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(attention.hopper, "state", lambda: ("pytorch", "as on another chip"))
+    tuning._known.cache_clear()
+    inputs = make(*shape, device="cuda")
+    assert error(attention.cross_frame_attention(*inputs), exact(inputs)) < 1e-3
+    assert tuning.cache_file().exists()
+    kept = choose_blocks(inputs[0], inputs[1], inputs[3], 0.5)
+    assert error(attention.cross_frame_attention(*inputs, kept=kept), exact(inputs, kept=kept)) < 1e-3
+    tuning._known.cache_clear()
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ import av
 import psutil
 import torch
 
-from ..kernels import cross_frame_attention
+from ..kernels.report import reports
 from .backbones.mini.backbone import BUNDLED, load
 from .errors import ModelError
 from .video.writer import available_codecs
@@ -54,5 +54,8 @@ def findings() -> Iterator[tuple[str, str, str]]:
             yield package, "ok", f"{version(package)}, {use}"
         except PackageNotFoundError:
             yield package, "missing", f"for {use}; optional" if package != "diffusers" else use
-    chosen, why = cross_frame_attention.state()
-    yield "kernel: cross-frame attention", "ok" if chosen == "triton" else "off", f"{chosen}: {why}"
+    for kernel in reports():
+        detail = f"{kernel.state}: {kernel.reason}"
+        if kernel.ours:
+            detail += f"; {kernel.ours}; PyTorch's at the same job {kernel.pytorch}"
+        yield f"kernel: {kernel.name}", "ok" if kernel.state == "triton" else "off", detail
