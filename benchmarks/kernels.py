@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from comfyui_veostyle.kernels import cross_frame_attention as attention
-from comfyui_veostyle.kernels import kv_int4, st_norm
+from comfyui_veostyle.kernels import fp8_linear, kv_int4, lora_slots, st_norm
 from comfyui_veostyle.kernels.block_mask import choose_blocks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench, do_bench_cudagraph
@@ -179,6 +179,61 @@ def norms() -> Iterator[Row]:
             }
 
 
+def slots() -> Iterator[Row]:
+    """Three adapters of rank 16 beside a linear layer, one of them at 0, against a bypass for each."""
+    for rows, inputs_, outputs in (
+        (34 * 4096, 320, 320),
+        (34 * 1024, 640, 5120),
+        (34 * 256, 1280, 1280),
+        (2 * 4096, 320, 320),
+    ):
+        x, y = (torch.randn(rows, n, device="cuda", dtype=torch.float16) for n in (inputs_, outputs))
+        down = torch.randn(48, inputs_, device="cuda", dtype=torch.float16) / inputs_**0.5
+        up = torch.randn(outputs, 48, device="cuda", dtype=torch.float16)
+        strengths = torch.tensor([1.0, 0.0, -0.5], device="cuda").repeat_interleave(16)
+
+        def bypass(x=x, y=y, down=down, up=up) -> torch.Tensor:
+            for strength, a, b in ((1.0, down[:16], up[:, :16]), (-0.5, down[32:], up[:, 32:])):
+                y = y + strength * F.linear(F.linear(x, a), b)
+            return y
+
+        narrow = (x[:256].double() @ down.double().T) * strengths
+        exact = y[:256].double() + narrow @ up.double().T
+        out = lora_slots.lora_slots(y, x, down, up, strengths)
+        ours = replayed(lambda: lora_slots.lora_slots(y, x, down, up, strengths))  # noqa: B023
+        theirs = replayed(bypass)
+        yield {
+            "layer": f"{rows} x {inputs_} -> {outputs}",
+            "ours ms": ours,
+            "two bypasses ms": theirs,
+            "times faster": theirs / ours,
+            "error": float((out[:256].double() - exact).norm() / exact.norm()),
+        }
+
+
+def eight_bits() -> Iterator[Row]:
+    """FP8 weights against half precision: time, bytes and error of one layer."""
+    for rows, inputs_, outputs in (
+        (34 * 4096, 320, 2560),
+        (34 * 1024, 640, 5120),
+        (34 * 256, 1280, 10240),
+        (77, 768, 3072),
+    ):
+        x = torch.randn(rows, inputs_, device="cuda", dtype=torch.float16)
+        weight = torch.randn(outputs, inputs_, device="cuda", dtype=torch.float16) / inputs_**0.5
+        narrow = fp8_linear.quantise(weight)
+        out, plain = fp8_linear.fp8_linear(x, *narrow), F.linear(x, weight)
+        exact = x[:256].double() @ weight.double().T
+        yield {
+            "layer": f"{rows} x {inputs_} -> {outputs}",
+            "FP8 ms": replayed(lambda: fp8_linear.fp8_linear(x, *narrow)),  # noqa: B023
+            "fp16 ms": replayed(lambda: F.linear(x, weight)),  # noqa: B023
+            "bytes of the weight": narrow[0].nbytes / weight.nbytes,
+            "error of FP8": float((out[:256].double() - exact).norm() / exact.norm()),
+            "error of fp16": float((plain[:256].double() - exact).norm() / exact.norm()),
+        }
+
+
 def networks() -> Iterator[Row]:
     """SD 1.5's UNet and autoencoder, random weights, 512x512: diffusers' as they are against ours, eager and replayed."""
     from comfyui_veostyle.veo_core.backbones.stable_diffusion.fused import fuse
@@ -198,16 +253,27 @@ def networks() -> Iterator[Row]:
             out = call(*given)
             eager, most = timed(lambda: call(*given)), peak(lambda: call(*given))
             graphs = CudaGraphs()
-            for _ in range(CAPTURE_AFTER + 1):
+            for _ in range(CAPTURE_AFTER):
                 graphs("a", call, *given)
+            torch.cuda.empty_cache()
+            reserved = torch.cuda.memory_reserved()
+            graphs("a", call, *given)
+            pool = (torch.cuda.memory_reserved() - reserved) / MIB
             by_graph = timed(lambda: graphs("a", call, *given))
         outputs.append(out.float())
-        return {"what": name, "batch": count, "ms": eager, "ms by CUDA graph": by_graph, "peak MiB": most}
+        return {
+            "what": name,
+            "batch": count,
+            "ms": eager,
+            "ms by CUDA graph": by_graph,
+            "peak MiB": most,
+            "graph keeps MiB": pool,
+        }
 
     theirs, ours = make_parts("cuda", False), make_parts("cuda", False)
     for model in (ours.unet, ours.vae):
         fuse(model)
-    for count in (2, 32):
+    for count in (1, 2, 32):
         x, words = (
             torch.randn(count, *shape, device="cuda", dtype=torch.float16) for shape in ((4, 64, 64), (77, 768))
         )
@@ -222,7 +288,15 @@ def networks() -> Iterator[Row]:
             yield found | {"difference": float((outputs[-1] - outputs[0]).norm() / outputs[0].norm())}
 
 
-SECTIONS = {"attention": attentions, "sparse": sparse, "four bits": four_bits, "norm": norms, "network": networks}
+SECTIONS = {
+    "attention": attentions,
+    "sparse": sparse,
+    "four bits": four_bits,
+    "norm": norms,
+    "slots": slots,
+    "eight bits": eight_bits,
+    "network": networks,
+}
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ Run it with the pack importable as comfyui_veostyle, from any folder. Prints a t
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -260,7 +261,8 @@ def main() -> None:
     stages = {}
     if a.device == "cuda" and not a.headline:
         stages = stage_peaks(engine, whole.for_backbone(backbone), a.side, predicted.decode_chunk)
-    del runs, engine, backbone, parts
+    del runs, make, first, engine, backbone, parts
+    gc.collect()
     torch.cuda.empty_cache()
     if a.before:
         shown("the same, before", alone("--rows", "words, cross-frame", "--json", folder=a.before))

@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,37 +13,82 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
+    from triton.errors import TritonError
 except ImportError:
     # Only Linux wheels of PyTorch bring Triton; the kernels' bodies are then never run.
     triton: Any = None
     tl: Any = SimpleNamespace(constexpr=int)
+    TritonError: Any = RuntimeError
 
 log = logging.getLogger(__name__)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 OLDEST = (8, 0)
 
 
-def jit(function: Any) -> Any:
-    """``triton.jit``, or the function itself where Triton is not."""
-    return triton.jit(function) if triton else function
+def jit(function: Any = None, *, any_value: Sequence[str] = ()) -> Any:
+    """``triton.jit``, or the function itself where Triton is not.
+
+    Args:
+        any_value: integers for whose values no version of its own is compiled, such as a number of frames.
+    """
+    if function is None:
+        return functools.partial(jit, any_value=any_value)
+    return triton.jit(function, do_not_specialize=list(any_value)) if triton else function
 
 
-@functools.cache
-def state() -> tuple[str, str]:
-    """``triton`` or ``pytorch``, and why."""
+def state(device: torch.device | None = None) -> tuple[str, str]:
+    """``triton`` or ``pytorch`` on a CUDA device or the current one, and why."""
     if not torch.cuda.is_available():
         return "pytorch", "no CUDA device"
     if not triton:
         return "pytorch", "Triton is not installed"
-    if torch.cuda.get_device_capability() < OLDEST:
+    if torch.version.hip:
+        return "pytorch", "the kernels were tried on NVIDIA's chips alone"
+    index = torch.cuda.current_device() if device is None or device.index is None else device.index
+    if torch.cuda.get_device_capability(index) < OLDEST:
         return "pytorch", f"the chip is older than compute capability {OLDEST[0]}.{OLDEST[1]}"
+    return _tried(index)
+
+
+@functools.cache
+def _tried(index: int) -> tuple[str, str]:
+    """Whether a kernel of one line compiles and runs: Triton needs a C compiler, which may not be there."""
+    x = torch.zeros(1, device=f"cuda:{index}")
+    try:
+        with torch.cuda.device(index):
+            _write_one[(1,)](x)
+    except Exception as e:
+        reason = str(e).strip().splitlines() or [type(e).__name__]
+        log.warning("Triton %s does not run here, PyTorch's own kernels are used: %s", triton.__version__, reason[-1])
+        return "pytorch", f"Triton {triton.__version__} does not run here: {reason[-1]}"
     return "triton", f"Triton {triton.__version__}"
 
 
-def runs_on(*tensors: Tensor) -> bool:
-    """Whether kernels take these tensors: on CUDA, and without a gradient to be kept."""
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return all(x.is_cuda for x in tensors) and not needs_grad and state()[0] == "triton"
+@jit
+def _write_one(x):
+    tl.store(x, 1.0)
+
+
+def runs_on(*tensors: Tensor | None) -> bool:
+    """Whether kernels take these tensors: on CUDA, none empty, and without a gradient to be kept."""
+    there = [x for x in tensors if x is not None]
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in there)
+    if needs_grad or not all(x.is_cuda and x.numel() for x in there):
+        return False
+    return state(there[0].device)[0] == "triton"
+
+
+def on_its_device(launch: Callable) -> Callable:
+    """Triton launches on the current device; this makes it that of a function's first argument."""
+
+    @functools.wraps(launch)
+    def guarded(first: Any, *rest: Any, **named: Any) -> Any:
+        if first.device.type != "cuda" or first.device.index == torch.cuda.current_device():
+            return launch(first, *rest, **named)
+        with torch.cuda.device(first.device):
+            return launch(first, *rest, **named)
+
+    return guarded
 
 
 def is_traced(x: Tensor) -> bool:

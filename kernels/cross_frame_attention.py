@@ -13,11 +13,12 @@ from einops import rearrange
 from torch import Tensor
 
 from . import cross_frame_attention_hopper as hopper
-from ._triton import INTERPRETED, is_traced, jit, notice_first_use, runs_on, tl, triton
+from ._triton import INTERPRETED, TritonError, is_traced, jit, notice_first_use, on_its_device, runs_on, tl, triton
 from ._triton import state as triton_state
 from .tuning import Settings, best
 
 MOST_CHANNELS = 256
+LEAST_WEIGHT = 1e-30
 LOG2_E = math.log2(math.e)
 
 
@@ -44,15 +45,18 @@ def cross_frame_attention(
         style_k, style_v: ``[b, heads, m, d]``, shared by all frames.
         weights: float32 ``[s + 1]``, above 0: how much a token of each source counts, the style's last. The attention is
             the convex mix of the groups' that these weights and the groups' own sums give.
-        temperature: factor on the logits.
-        kept: int32 ``[b, t, heads, query blocks, count]``: the blocks of keys that each block of queries reads, source by
-            source, as of :func:`.block_mask.choose_blocks`; the style's tokens are always read.
+        temperature: factor on the logits, above 0.
+        kept: int32 ``[b, t, heads, query blocks, count]``: the distinct blocks of keys that each block of queries reads,
+            source by source, as of :func:`.block_mask.choose_blocks`; the style's tokens are always read.
 
     Returns:
         ``[b, t, heads, n, d]`` in q's dtype.
     """
     scale = temperature * q.shape[-1] ** -0.5
-    if not _fits(q, k, v):
+    if style_k is not None and not style_k.shape[2]:
+        style_k = style_v = None
+    given = (style_k, style_v, weights)
+    if not (takes(q, k, v) and runs_on(q, *given) and sources.numel() and (kept is None or kept.numel())):
         return reference(q, k, v, sources, style_k, style_v, weights=weights, temperature=temperature, kept=kept)
     run = torch.ops.veostyle.cross_frame_attention if is_traced(q) else launch
     return run(q, k, v, sources, style_k, style_v, weights, kept, scale)
@@ -104,17 +108,18 @@ def _read_tokens(kept: Tensor, tokens: int, sources: int, sizes: tuple[int, int]
 
 def block_sizes(d: int) -> tuple[int, int]:
     """Queries and keys of a block, by head size."""
-    if hopper.state()[0] == "triton":
+    if hopper.takes(d):
         return hopper.block_sizes(d)
     return _blocks(d)["QUERIES"], _blocks(d)["KEYS"]
 
 
 def state() -> tuple[str, str]:
-    """``triton`` or ``pytorch``, and why."""
+    """``triton`` or ``pytorch`` on the current device, and why."""
     return hopper.state() if hopper.state()[0] == "triton" else triton_state()
 
 
-def _fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a kernel runs on these: half precision on CUDA, heads of up to 256 channels, no gradient to be kept."""
     half = q.dtype in (torch.float16, torch.bfloat16) and q.dtype == k.dtype == v.dtype
     return half and q.shape[-1] <= MOST_CHANNELS and runs_on(q, k, v)
 
@@ -147,7 +152,7 @@ def _step(
     return new, total, tl.dot(share.to(value.dtype), value, sums * fade[:, None])
 
 
-@jit
+@jit(any_value=("heads", "frames", "style_tokens", "count"))
 def _attend(
     q_base, k_base, v_base, style_k, style_v, table, biases, kept, out_base,
     q_b, q_t, q_h, q_n, k_b, k_t, k_h, k_n, v_b, v_t, v_h, v_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n,
@@ -157,7 +162,7 @@ def _attend(
 ):  # fmt: skip
     rows, channels = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES), tl.arange(0, PADDED)
     head, frame = tl.program_id(1) % heads, tl.program_id(1) // heads
-    t, b = frame % frames, (frame // frames).to(tl.int64)
+    t, b = (frame % frames).to(tl.int64), (frame // frames).to(tl.int64)
     place = q_base + b * q_b + t * q_t + head * q_h + rows[:, None] * q_n + channels[None, :]
     query = _read(place, rows, tokens, channels, D, True)
     k_base += b * k_b + head * k_h
@@ -221,6 +226,7 @@ def _candidates(d: int) -> list[Settings]:
     return [usual, *(c for c in (dict(zip(names, sizes)) for sizes in tried) if c != usual)]
 
 
+@on_its_device
 def launch(
     q: Tensor,
     k: Tensor,
@@ -236,12 +242,18 @@ def launch(
     notice_first_use("cross-frame attention")
     b, t, heads, n, d = q.shape
     out = torch.empty((b, t, n, heads, d), dtype=q.dtype, device=q.device).transpose(2, 3)
-    biases = None if weights is None else weights.float().log2()
+    biases = None if weights is None else weights.float().clamp(min=LEAST_WEIGHT).log2()
     given = (q, k, v, sources.contiguous(), style_k, style_v, biases, kept, scale * LOG2_E, out)
-    if q.is_cuda and hopper.takes(d):
-        hopper.launch(*given)
-    else:
-        _launch_portable(*given)
+    if q.is_cuda and hopper.takes(d, q.device):
+        try:
+            hopper.launch(*given)
+            return out
+        except (TritonError, AttributeError, TypeError) as e:
+            # Blocks were chosen in the sizes of that kernel.
+            if kept is not None:
+                raise
+            hopper.refuse(e)
+    _launch_portable(*given)
     return out
 
 

@@ -7,6 +7,7 @@ does what. TMA fills with zeros what lies outside a tensor, so that no head size
 """
 
 import functools
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,27 +32,38 @@ except ImportError:
     gluon: Any = None
     gl: Any = SimpleNamespace(constexpr=int)
 
+log = logging.getLogger(__name__)
 HOPPER = (9, 0)
 ROWS = 64
 STAGES = 2
 
 
-@functools.cache
-def state() -> tuple[str, str]:
-    """``triton`` or ``pytorch``, and why."""
-    chosen, why = triton_state()
+_refused: list[str] = []
+
+
+def state(device: torch.device | None = None) -> tuple[str, str]:
+    """``triton`` or ``pytorch``, and why, on a CUDA device or the current one."""
+    chosen, why = triton_state(device)
     if chosen != "triton":
         return chosen, why
-    if torch.cuda.get_device_capability() != HOPPER:
+    if torch.cuda.get_device_capability(device) != HOPPER:
         return "pytorch", "not a Hopper chip"
     if gluon is None:
         return "pytorch", f"{why} has no Gluon for Hopper"
+    if _refused:
+        return "pytorch", f"{why} does not compile the kernel for Hopper: {_refused[0]}"
     return "triton", f"{why}, Gluon"
 
 
-def takes(d: int) -> bool:
-    """Whether there is a Hopper chip, and a head size whose rows TMA can address."""
-    return state()[0] == "triton" and d % 8 == 0
+def refuse(reason: Exception) -> None:
+    """Leaves this kernel out from here on: Gluon may change from one Triton to the next."""
+    _refused.append(str(reason).strip().splitlines()[-1] if str(reason).strip() else type(reason).__name__)
+    log.warning("cross-frame attention: %s; the kernel of other chips is used", state()[1])
+
+
+def takes(d: int, device: torch.device | None = None) -> bool:
+    """Whether the chip is a Hopper, and the head size one whose rows TMA can address."""
+    return d % 8 == 0 and state(device)[0] == "triton"
 
 
 def _config(d: int) -> dict[str, int]:
@@ -76,8 +88,10 @@ def block_sizes(d: int) -> tuple[int, int]:
     return _config(d)["CONSUMERS"] * ROWS, _config(d)["KEYS"]
 
 
-def _jit(function: Any) -> Any:
-    return gluon.jit(function) if gluon else function
+def _jit(function: Any = None, *, any_value: tuple[str, ...] = ()) -> Any:
+    if function is None:
+        return functools.partial(_jit, any_value=any_value)
+    return gluon.jit(function, do_not_specialize=list(any_value)) if gluon else function
 
 
 @_jit
@@ -193,7 +207,7 @@ def _store(
     sums = sums * (1.0 / gl.convert_layout(total, gl.SliceLayout(1, LAYOUT)))[:, None]
     row = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     channel = OFFSET + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    place = out + b.to(gl.int64) * out_b + t * out_t + h * out_h + row[:, None] * out_n + channel[None, :]
+    place = out + b.to(gl.int64) * out_b + t.to(gl.int64) * out_t + h * out_h + row[:, None] * out_n + channel[None, :]
     gl.store(place, sums.to(out.dtype.element_ty), mask=(row[:, None] < tokens) & (channel[None, :] < D))
 
 
@@ -259,7 +273,7 @@ def _consume(
         _store(out, out_b, out_t, out_h, out_n, b, t, h, first, tokens, sums_b, total, SUM_A, D, ROWS, SUM_B, LAYOUT_B)
 
 
-@_jit
+@_jit(any_value=("heads", "frames", "tokens", "style_tokens", "count"))
 def _attend(
     q, k, v, style_keys, style_values, table, biases, kept, out, out_b, out_t, out_h, out_n,
     heads, frames, tokens, style_tokens, count, scale,
@@ -321,7 +335,7 @@ def _addressable(x: Tensor) -> Tensor:
     steps = [s * x.element_size() for s, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
     if x.stride(-1) == 1 and all(s > 0 and s % 16 == 0 for s in steps) and x.data_ptr() % 16 == 0:
         return x
-    return x.contiguous()
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _descriptor(x: Tensor, rows: int, width: int) -> Any:

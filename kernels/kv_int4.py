@@ -1,4 +1,4 @@
-"""Keys and values at 4 bits, with their scales at 5 bits an element or less.
+"""Keys and values at 4 bits; 5 bits an element with their scales, from heads of 32 channels and full groups of tokens on.
 
 After KIVI (Liu et al. 2024): keys are quantised per channel over groups of tokens, since a few of their channels are large
 throughout; values per token over groups of channels. Each group keeps its lowest value and a step of a fifteenth of its range.
@@ -10,7 +10,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ._triton import INTERPRETED, jit, runs_on, tl, triton
+from ._triton import INTERPRETED, jit, on_its_device, runs_on, tl, triton
 
 GROUP = 32
 
@@ -33,6 +33,10 @@ class PackedKV:
     v_low: Tensor
 
     @property
+    def device(self) -> torch.device:
+        return self.k.device
+
+    @property
     def nbytes(self) -> int:
         return sum(x.nbytes for x in vars(self).values())
 
@@ -40,6 +44,8 @@ class PackedKV:
 def pack(k: Tensor, v: Tensor) -> PackedKV:
     """Quantises ``[..., m, d]`` in half precision, d even."""
     m, d = k.shape[-2:]
+    if not m or d % 2:
+        raise ValueError(f"keys of shape {tuple(k.shape)} cannot be packed; give a token or more and an even head size")
     padded = torch.nn.functional.pad(rearrange(k, "... m d -> ... d m"), (0, -m % GROUP), mode="constant", value=0)
     # A short last group is filled by its own last token, which moves neither end of its range.
     padded[..., m:] = k[..., m - 1, :, None]
@@ -59,7 +65,10 @@ def unpack(packed: PackedKV) -> tuple[Tensor, Tensor]:
     v_step, v_low = (x.repeat_interleave(_value_group(d), -1) for x in (packed.v_step, packed.v_low))
     k, v = (torch.stack([x & 15, x >> 4], -1).flatten(-2).float() for x in (packed.k, packed.v))
     dtype = packed.k_step.dtype
-    return (k * k_step.float() + k_low.float()).to(dtype), (v * v_step.float() + v_low.float()).to(dtype)
+    k, v = k * k_step.float() + k_low.float(), v * v_step.float() + v_low.float()
+    # A range as wide as the dtype's own, in steps that are rounded, may end a little beyond it.
+    most = torch.finfo(dtype).max
+    return k.clamp(-most, most).to(dtype), v.clamp(-most, most).to(dtype)
 
 
 def _value_group(d: int) -> int:
@@ -85,7 +94,7 @@ def _bytes(codes: Tensor) -> Tensor:
 
 @jit
 def _unpack(
-    packed, step, low, out, rows, tokens, D: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+    packed, step, low, out, rows, tokens, most, D: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
     PER_CHANNEL: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -104,9 +113,11 @@ def _unpack(
     steps = tl.load(step + place, mask=inside, other=0.0).to(tl.float32)
     lows = tl.load(low + place, mask=inside, other=0.0).to(tl.float32)
     place = out + row[:, None].to(tl.int64) * D + channel[None, :]
-    tl.store(place, (codes * steps + lows).to(out.dtype.element_ty), mask=inside)
+    value = tl.minimum(tl.maximum(codes * steps + lows, -most), most)
+    tl.store(place, value.to(out.dtype.element_ty), mask=inside)
 
 
+@on_its_device
 def launch_unpack(packed: PackedKV) -> tuple[Tensor, Tensor]:
     """:func:`unpack` by the kernel."""
     m, d = packed.k.shape[-2], 2 * packed.k.shape[-1]
@@ -119,7 +130,8 @@ def launch_unpack(packed: PackedKV) -> tuple[Tensor, Tensor]:
     ):
         y = torch.empty(*x.shape[:-1], d, dtype=step.dtype, device=x.device)
         _unpack[(triton.cdiv(rows, block),)](
-            x, step, low, y, rows, m, D=d, PADDED=triton.next_power_of_2(d), ROWS=block, PER_CHANNEL=per_channel,
+            x, step, low, y, rows, m, torch.finfo(step.dtype).max, D=d, PADDED=triton.next_power_of_2(d), ROWS=block,
+            PER_CHANNEL=per_channel,
             GROUP=GROUP if per_channel else _value_group(d),
         )  # fmt: skip
         out.append(y)

@@ -1,49 +1,50 @@
 """Several low-rank adapters beside a linear layer in one kernel, their strengths read on the device.
 
-``y + sum_s strength_s (x A_s) B_s`` (Hu et al. 2022) with y and x read once. Strengths lie in a tensor, so that adapters are
-switched, weighed and left out without a copy and without a launch of another shape: a captured CUDA graph follows them.
+``y + sum_s strength_s (x A_s) B_s`` (Hu et al. 2022) as one narrow product, y and x read once. Strengths lie in a tensor, so
+that adapters are switched, weighed and left out without a copy and without a launch of another shape: a captured CUDA graph
+follows them.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ._triton import INTERPRETED, is_traced, jit, runs_on, tl, triton
+from ._triton import INTERPRETED, is_traced, jit, on_its_device, runs_on, tl, triton
 
-MOST_RANK = 256
+# Beyond it the narrow product would not fit into the shared memory of a consumer's card.
+MOST_RANK = 128
 
 
 def lora_slots(y: Tensor, x: Tensor, down: Tensor, up: Tensor, strengths: Tensor) -> Tensor:
-    """Adds adapters to a layer's output.
+    """Adds adapters to a layer's output; they lie side by side along the rank.
 
     Args:
         y: the layer's output ``[..., out]``. x: its input ``[..., in]``.
-        down: ``[slots, rank, in]``. up: ``[slots, out, rank]``; ranks below the greatest are filled with zeros.
-        strengths: float32 ``[slots]``; 0 takes a slot out.
+        down: ``[ranks, in]``. up: ``[out, ranks]``.
+        strengths: float32 ``[ranks]``, of the adapter that each rank belongs to, its scale included; 0 takes it out.
 
     Returns:
         ``[..., out]``, a new tensor.
     """
-    if _fits(y, x, down):
+    if _fits(y, x, down, up):
         run = torch.ops.veostyle.lora_slots if is_traced(y) else launch
         return run(y, x, down, up, strengths)
-    inner = torch.einsum("...i,sri->...sr", x, down) * strengths[:, None].to(x.dtype)
-    return y + torch.einsum("...sr,sor->...o", inner, up)
+    return y + F.linear((F.linear(x, down) * strengths).to(x.dtype), up)
 
 
-def _fits(y: Tensor, x: Tensor, down: Tensor) -> bool:
+def _fits(y: Tensor, x: Tensor, down: Tensor, up: Tensor) -> bool:
     half = x.dtype in (torch.float16, torch.bfloat16) and x.dtype == y.dtype == down.dtype
-    return half and down.shape[0] * down.shape[1] <= MOST_RANK and runs_on(y, x, down)
+    return half and len(down) <= MOST_RANK and runs_on(y, x, down, up)
 
 
 @jit
 def _add_slots(
     y, x, down, up, strengths, out, rows, inputs, outputs, x_step, y_step,
-    RANK: tl.constexpr, SLOTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
+    RANKS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    # The slots lie side by side along the rank, so that all of them are one narrow product.
     row, r = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED)
-    there = r < RANK * SLOTS
+    there = r < RANKS
     inner = tl.zeros([ROWS, PADDED], tl.float32)
     for first in range(0, inputs, INPUTS):
         i = first + tl.arange(0, INPUTS)
@@ -52,14 +53,13 @@ def _add_slots(
         inside = there[:, None] & (i[None, :] < inputs)
         factor = tl.load(down + r[:, None] * inputs + i[None, :], mask=inside, other=0.0)
         inner = tl.dot(part, factor.T, inner)
-    strength = tl.load(strengths + r // RANK, mask=there, other=0.0)
+    strength = tl.load(strengths + r, mask=there, other=0.0)
     narrow = (inner * strength[None, :]).to(out.dtype.element_ty)
     begin = tl.program_id(1) * SPAN
     for first in range(begin, min(begin + SPAN, outputs), OUTPUTS):
         column = first + tl.arange(0, OUTPUTS)
         inside = (column[:, None] < outputs) & there[None, :]
-        place = up + ((r // RANK)[None, :] * outputs + column[:, None]) * RANK + (r % RANK)[None, :]
-        factor = tl.load(place, mask=inside, other=0.0)
+        factor = tl.load(up + column[:, None] * RANKS + r[None, :], mask=inside, other=0.0)
         inside = (row[:, None] < rows) & (column[None, :] < outputs)
         value = tl.load(y + row[:, None].to(tl.int64) * y_step + column[None, :], mask=inside, other=0.0)
         value = tl.dot(narrow, factor.T, value.to(tl.float32))
@@ -67,18 +67,19 @@ def _add_slots(
         tl.store(place, value.to(out.dtype.element_ty), mask=inside)
 
 
+@on_its_device
 def launch(y: Tensor, x: Tensor, down: Tensor, up: Tensor, strengths: Tensor) -> Tensor:
     """:func:`lora_slots` by the kernel."""
     flat_x, flat_y = (z.flatten(0, -2) for z in (x, y))
     flat_x, flat_y = (z if z.stride(-1) == 1 else z.contiguous() for z in (flat_x, flat_y))
     out = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     rows, inputs, outputs = len(flat_x), x.shape[-1], y.shape[-1]
-    slots, rank, _ = down.shape
+    ranks = len(down)
     small = INTERPRETED
     blocks = {"ROWS": 16 if small else 128, "INPUTS": 16 if small else 64, "OUTPUTS": 16 if small else 64, "SPAN": 512}
     _add_slots[(triton.cdiv(rows, blocks["ROWS"]), triton.cdiv(outputs, blocks["SPAN"]))](
         flat_y, flat_x, down.contiguous(), up.contiguous(), strengths, out, rows, inputs, outputs, flat_x.stride(0),
-        flat_y.stride(0), RANK=rank, SLOTS=slots, PADDED=max(16, triton.next_power_of_2(slots * rank)), **blocks,
+        flat_y.stride(0), RANKS=ranks, PADDED=max(16, triton.next_power_of_2(ranks)), **blocks,
     )  # fmt: skip
     return out
 

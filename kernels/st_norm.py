@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._triton import INTERPRETED, is_traced, jit, notice_first_use, runs_on, tl, triton
+from ._triton import INTERPRETED, is_traced, jit, notice_first_use, on_its_device, runs_on, tl, triton
 
 # Elements of a group that one program holds in registers.
 AT_ONCE = 256 if INTERPRETED else 1 << 14
@@ -40,12 +40,12 @@ def affine_act(h: Tensor, scale: Tensor, shift: Tensor, silu: bool = False, resi
     Returns:
         The shape, dtype and memory format of ``h``.
     """
-    if runs_on(h, scale, shift):
+    if runs_on(h, scale, shift, residual):
         run = torch.ops.veostyle.affine_act if is_traced(h) else launch_affine
         return run(h, scale, shift, silu, residual)
-    out = torch.addcmul(shift[..., None, None].to(h.dtype), h, scale[..., None, None].to(h.dtype))
+    out = torch.addcmul(shift[..., None, None], h.to(shift.dtype), scale[..., None, None])
     out = F.silu(out) if silu else out
-    return out if residual is None else out + residual
+    return (out if residual is None else out + residual).to(h.dtype)
 
 
 def group_affine(moments: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -79,7 +79,7 @@ def group_norm(
     Returns:
         The shape, dtype and memory format of ``h``.
     """
-    if runs_on(h, weight, bias):
+    if runs_on(h, weight, bias, added):
         run = torch.ops.veostyle.group_norm if is_traced(h) else launch_group_norm
         return run(h, groups, weight, bias, eps, silu, added)
     out = F.group_norm(h if added is None else h + added[..., None, None], groups, weight, bias, eps)
@@ -94,13 +94,16 @@ def _moments(
     split, n = tl.program_id(0), tl.program_id(2)
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     base = x + n.to(tl.int64) * n_step + c[:, None].to(tl.int64) * c_step
+    # Differences from a pixel of the channel's own: a mean far from 0 would swallow the deviations.
+    origin = tl.load(base, mask=c[:, None] < channels, other=0.0).to(tl.float32)
     sums = tl.zeros([CHANNELS, PIXELS], tl.float32)
     squares = tl.zeros([CHANNELS, PIXELS], tl.float32)
     first = split * chunk
     for begin in range(first, min(first + chunk, pixels), PIXELS):
         p = begin + tl.arange(0, PIXELS)
         inside = (c[:, None] < channels) & (p[None, :] < min(first + chunk, pixels))
-        value = tl.load(base + p[None, :] * p_step, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(base + p[None, :].to(tl.int64) * p_step, mask=inside, other=0.0).to(tl.float32)
+        value = tl.where(inside, value - origin, 0.0)
         sums += value
         squares += value * value
     place = out + (n * tl.num_programs(0) + split) * 2 * channels + c
@@ -110,7 +113,7 @@ def _moments(
 
 @jit
 def _group_affine(
-    partial, weight, bias, added, scale, shift, splits, channels, pixels, eps,
+    x, partial, weight, bias, added, scale, shift, n_step, c_step, splits, channels, pixels, eps,
     PER: tl.constexpr, PER_PADDED: tl.constexpr, SPLITS: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip
     g, n = tl.program_id(0), tl.program_id(1)
@@ -119,14 +122,17 @@ def _group_affine(
     place = partial + (n * splits + s[:, None]) * 2 * channels + c[None, :]
     inside = (s[:, None] < splits) & there[None, :]
     means = tl.sum(tl.load(place, mask=inside, other=0.0), 0) / pixels
-    squares = tl.sum(tl.load(place + channels, mask=inside, other=0.0), 0) / pixels
+    variances = tl.sum(tl.load(place + channels, mask=inside, other=0.0), 0) / pixels - means * means
+    origin = x + n.to(tl.int64) * n_step + c.to(tl.int64) * c_step
+    means += tl.load(origin, mask=there, other=0.0).to(tl.float32)
     offset = tl.zeros([PER_PADDED], tl.float32)
     if ADDED:
         offset = tl.load(added + n * channels + c, mask=there, other=0.0).to(tl.float32)
-        squares += 2 * offset * means + offset * offset
         means += offset
-    mean = tl.sum(means) / PER
-    inverse = 1 / tl.sqrt(tl.maximum(tl.sum(squares) / PER - mean * mean, 0.0) + eps)
+    mean = tl.sum(tl.where(there, means, 0.0)) / PER
+    apart = tl.where(there, means - mean, 0.0)
+    variance = tl.sum(tl.where(there, variances, 0.0) + apart * apart) / PER
+    inverse = 1 / tl.sqrt(tl.maximum(variance, 0.0) + eps)
     factor = inverse * tl.load(weight + c, mask=there, other=0.0).to(tl.float32)
     rest = tl.load(bias + c, mask=there, other=0.0).to(tl.float32) + (offset - mean) * factor
     tl.store(scale + n * channels + c, factor, mask=there)
@@ -143,7 +149,7 @@ def _group_norm(
     own, p = tl.arange(0, PER_PADDED), tl.arange(0, PIXELS)
     c, there = g * PER + own, own < PER
     inside = there[:, None] & (p[None, :] < pixels)
-    at = n.to(tl.int64) * n_step + c[:, None].to(tl.int64) * c_step + p[None, :] * p_step
+    at = n.to(tl.int64) * n_step + c[:, None].to(tl.int64) * c_step + p[None, :].to(tl.int64) * p_step
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if ADDED:
         value += tl.load(added + n * channels + c, mask=there, other=0.0).to(tl.float32)[:, None]
@@ -168,7 +174,7 @@ def _affine(
     c = (tl.num_programs(1) - 1 - tl.program_id(1)) * CHANNELS + tl.arange(0, CHANNELS)
     p = (tl.num_programs(0) - 1 - tl.program_id(0)) * PIXELS + tl.arange(0, PIXELS)
     inside = (c[:, None] < channels) & (p[None, :] < pixels)
-    at = n.to(tl.int64) * n_step + c[:, None].to(tl.int64) * c_step + p[None, :] * p_step
+    at = n.to(tl.int64) * n_step + c[:, None].to(tl.int64) * c_step + p[None, :].to(tl.int64) * p_step
     factor = tl.load(scale + n * channels + c, mask=c < channels, other=0.0)
     rest = tl.load(shift + n * channels + c, mask=c < channels, other=0.0)
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * factor[:, None] + rest[:, None]
@@ -199,14 +205,14 @@ def _tile(channels: int, pixels: int, c_step: int) -> dict[str, int]:
 
 
 def _partial_sums(h: Tensor, n_step: int, c_step: int, p_step: int) -> Tensor:
-    """float32 ``[n, splits, 2, C]``: sums and sums of squares of runs of pixels."""
+    """float32 ``[n, splits, 2, C]``: sums and sums of squares over runs of pixels, less the channel's first pixel."""
     notice_first_use("group norm, ST-Norm")
     n, channels = h.shape[:2]
     pixels = h[0, 0].numel()
     tile = _tile(channels, pixels, c_step)
     blocks = triton.cdiv(channels, tile["CHANNELS"])
-    # Enough programs to fill any chip, each with a few tiles.
-    splits = max(1, min(triton.cdiv(pixels, 4 * tile["PIXELS"]), 64, triton.cdiv(4096, n * blocks)))
+    # Enough programs to fill any chip, each with a few tiles. How a frame is split must not depend on how many there are.
+    splits = max(1, min(triton.cdiv(pixels, 4 * tile["PIXELS"]), 64, triton.cdiv(4096, blocks)))
     chunk = triton.cdiv(triton.cdiv(pixels, splits), tile["PIXELS"]) * tile["PIXELS"]
     splits = triton.cdiv(pixels, chunk)
     out = torch.empty(n, splits, 2, channels, device=h.device)
@@ -214,18 +220,23 @@ def _partial_sums(h: Tensor, n_step: int, c_step: int, p_step: int) -> Tensor:
     return out
 
 
+@on_its_device
 def launch_moments(h: Tensor) -> Tensor:
     """:func:`channel_moments` by the kernel."""
     h, *steps = _steps(h)
-    return _partial_sums(h, *steps).sum(1) / h[0, 0].numel()
+    mean, square = (_partial_sums(h, *steps).sum(1) / h[0, 0].numel()).unbind(1)
+    origin = h[..., 0, 0].float()
+    return torch.stack([mean + origin, square + 2 * origin * mean + origin**2], 1)
 
 
+@on_its_device
 def launch_affine(h: Tensor, scale: Tensor, shift: Tensor, silu: bool, residual: Tensor | None = None) -> Tensor:
     """:func:`affine_act` by the kernel."""
     h, *steps = _steps(h)
     n, channels = h.shape[:2]
     pixels = h[0, 0].numel()
     out = torch.empty_like(h)
+    scale, shift = (x.expand(n, channels) for x in (scale, shift))
     if residual is not None:
         layout = torch.contiguous_format if h.is_contiguous() else torch.channels_last
         residual = residual.contiguous(memory_format=layout)
@@ -238,6 +249,7 @@ def launch_affine(h: Tensor, scale: Tensor, shift: Tensor, silu: bool, residual:
     return out
 
 
+@on_its_device
 def launch_group_norm(
     h: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, silu: bool, added: Tensor | None = None
 ) -> Tensor:
@@ -256,9 +268,9 @@ def launch_group_norm(
         return out
     partial = _partial_sums(h, *steps)
     splits = partial.shape[1]
-    scale, shift = torch.empty(2, n, channels, device=h.device)
+    scale, shift = torch.empty(2, n, channels, device=h.device).unbind(0)
     _group_affine[(groups, n)](
-        partial, weight, bias, weight if added is None else added.contiguous(), scale, shift, splits, channels,
+        h, partial, weight, bias, weight if added is None else added.contiguous(), scale, shift, *steps[:2], splits, channels,
         float(pixels), eps, PER=per, PER_PADDED=per_padded,
         SPLITS=triton.next_power_of_2(splits), ADDED=added is not None,
     )  # fmt: skip
@@ -282,7 +294,7 @@ def _affine_act(h: Tensor, scale: Tensor, shift: Tensor, silu: bool, residual: T
 
 @_affine_act.register_fake
 def _(h: Tensor, scale: Tensor, shift: Tensor, silu: bool, residual: Tensor | None = None) -> Tensor:
-    return torch.empty_like(h)
+    return torch.empty_like(_steps(h)[0])
 
 
 @torch.library.custom_op("veostyle::group_norm", mutates_args=())
@@ -296,4 +308,4 @@ def _group_norm_operator(
 def _(
     h: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, silu: bool, added: Tensor | None = None
 ) -> Tensor:
-    return torch.empty_like(h)
+    return torch.empty_like(_steps(h)[0])

@@ -16,6 +16,7 @@ import torch
 from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
+from ..kernels.cross_frame_attention import cross_frame_attention, takes
 from ..veo_core.backbones.base import Defaults
 from ..veo_core.backbones.stable_diffusion.text import TextEmbedding
 from ..veo_core.errors import InputError, ModelError
@@ -453,9 +454,10 @@ def _override_attention(model: Any, session: StyleSession, at: SimpleNamespace, 
         def join(x: Tensor) -> Tensor:
             return x.transpose(1, 2).flatten(2)
 
-        attended = session.attend(
-            sites[at.block], *map(split, (q, k, v)), lambda q, k, v: split(core(*map(join, (q, k, v))))
-        )
-        return join(attended)
+        q, k, v = map(split, (q, k, v))
+        # Another pack's attention, a mask or a precision asked for are core's to heed.
+        ours = not (before or mask is not None or attn_precision) and takes(q, k, v)
+        across = cross_frame_attention if ours else None
+        return join(session.attend(sites[at.block], q, k, v, lambda *x: split(core(*map(join, x))), across))
 
     options["optimized_attention_override"] = override

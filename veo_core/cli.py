@@ -256,6 +256,7 @@ def stylize(
 def plan(
     video_path: VideoPath,
     model: Model = None,
+    weight_dtype: WeightDtype = None,
     preset: Preset = "balanced",
     window: WindowSize = None,
     num_inference_steps: Steps = None,
@@ -274,7 +275,9 @@ def plan(
 
     clip = open_clip(video_path, width=width, height=height)
     options = parse_options(preset, steps=num_inference_steps, guidance=guidance_scale, window=window)
-    made = Stylizer(*_load(model, device)).plan(clip, options, _bytes(memory_gb), _policy(memory_policy))
+    made = Stylizer(*_load(model, device, weight_dtype=weight_dtype)).plan(
+        clip, options, _bytes(memory_gb), _policy(memory_policy)
+    )
     print(made.describe())
 
 

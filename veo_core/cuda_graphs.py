@@ -51,8 +51,12 @@ class CudaGraphs:
     def _capture(self, function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> _Captured:
         buffers = tuple(x.clone() for x in inputs)
         graph = torch.cuda.CUDAGraph()
-        # Another thread may decode previews or copy frames meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        # Another thread may decode previews or copy frames meanwhile. The outer block brings the stream back whatever the
+        # end of a capture that failed does.
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
             output = function(*buffers)
         self._pool = self._pool or graph.pool()
         return _Captured(graph, buffers, output)

@@ -58,4 +58,4 @@ def findings() -> Iterator[tuple[str, str, str]]:
         detail = f"{kernel.state}: {kernel.reason}"
         if kernel.ours:
             detail += f"; {kernel.ours}; PyTorch's at the same job {kernel.pytorch}"
-        yield f"kernel: {kernel.name}", "ok" if kernel.state == "triton" else "off", detail
+        yield f"kernel: {kernel.name}", "off" if kernel.state in ("pytorch", "failed") else "ok", detail

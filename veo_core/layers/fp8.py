@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ...kernels.fp8_linear import fp8_linear, quantise
+from ...kernels.fp8_linear import fp8_linear, quantise, widened
 
 WEIGHT_DTYPES = ("fp8_e4m3fn",)
 # What a network is told of time and size goes through a few narrow layers, and every error there reaches all pixels.
-KEPT = ("time", "add_embedding")
+KEPT = ("time", "add_embedding", "text_projection")
 
 
 class Fp8Linear(nn.Linear):
@@ -27,6 +27,15 @@ class Fp8Linear(nn.Linear):
         self.bias = layer.bias
         self.register_buffer("scale", scale)
 
+    def _apply(self, fn, recurse=True):
+        """Moves between devices; a change of dtype is that of the computation alone."""
+        weight, scale = self.weight.data, self.scale
+        super()._apply(fn, recurse)
+        device = fn(scale).device
+        self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype)).dtype
+        self.weight.data, self.scale = weight.to(device), scale.to(device)
+        return self
+
     def forward(self, x: Tensor) -> Tensor:
         return fp8_linear(x, self.weight, self.scale, self.bias)
 
@@ -43,7 +52,7 @@ def to_fp8(model: nn.Module) -> None:
 def weight_of(layer: nn.Module) -> Tensor:
     """A layer's weight in the dtype that it computes in."""
     if isinstance(layer, Fp8Linear):
-        return layer.weight.to(layer.compute_dtype) * layer.scale.to(layer.compute_dtype)
+        return widened(layer.weight, layer.scale, layer.compute_dtype)
     return layer.weight
 
 

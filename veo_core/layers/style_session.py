@@ -200,10 +200,15 @@ class StyleSession:
 
     def normalise(self, site: Site, h: Tensor) -> Tensor:
         """A norm's output ``[(b t), C, H, W]`` with ST-Norm applied to it."""
-        if self._mode not in ("style", "apply"):
+        if not self.listens:
             return h
         affine = self.calibration(site, channel_moments(h))
         return h if affine is None else affine_act(h, *affine)
+
+    @property
+    def listens(self) -> bool:
+        """Whether norms are recorded or changed now."""
+        return self._mode in ("style", "apply")
 
     def calibration(self, site: Site, moments: Tensor) -> tuple[Tensor, Tensor] | None:
         """ST-Norm of a norm's output as scale and shift ``[(b t), C]``, or None where it is left as it is.
@@ -217,6 +222,22 @@ class StyleSession:
             return None
         moments = rearrange(moments, "(b t) m c -> b t m c", t=self._temporal.frames)
         return calibration(moments, self._temporal, site.key, self.injection.norm, self._moments.get(site.key))
+
+
+@dataclass(frozen=True)
+class NormSite:
+    """A norm of a model, and the session that it asks."""
+
+    session: StyleSession
+    site: Site
+
+    @property
+    def active(self) -> bool:
+        return self.session.listens
+
+    def calibration(self, moments: Tensor) -> tuple[Tensor, Tensor] | None:
+        """See :meth:`StyleSession.calibration`."""
+        return self.session.calibration(self.site, moments)
 
 
 def pooled_moments(h: Tensor, shares: list[float]) -> Tensor:

@@ -10,7 +10,6 @@ from math import isfinite
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.lora_slots import lora_slots
@@ -246,20 +245,16 @@ def injected(model: nn.Module, part: str, loras: tuple[LoRA, ...]) -> Iterator[S
 def _slots(adapters: list[tuple[int, Adapter]], strengths: Strengths) -> Callable[..., Tensor]:
     """All plain adapters of a linear layer as one narrow product beside it."""
     numbers = [n for n, _ in adapters]
-    rank = max(len(a.factors["down"]) for _, a in adapters)
-
-    def filled(x: Tensor, dim: int) -> Tensor:
-        missing = rank - x.shape[dim]
-        return F.pad(x, (0, 0, 0, missing) if dim == 0 else (0, missing))
-
-    down = torch.stack([filled(a.factors["down"].flatten(1), 0) for _, a in adapters])
-    up = torch.stack([filled(a.scale * a.factors["up"].flatten(1), 1) for _, a in adapters])
-    index = torch.tensor(numbers, device=down.device)
+    down = torch.cat([a.factors["down"].flatten(1) for _, a in adapters])
+    up = torch.cat([a.factors["up"].flatten(1) for _, a in adapters], dim=1)
+    ranks = torch.tensor([len(a.factors["down"]) for _, a in adapters])
+    index = torch.tensor(numbers).repeat_interleave(ranks).to(down.device)
+    scales = torch.tensor([a.scale for _, a in adapters]).repeat_interleave(ranks).to(down.device)
 
     def hook(module, inputs, output):
         if not any(strengths.values[n] for n in numbers):
             return output
-        return lora_slots(output, inputs[0], down, up, strengths.on_device[index])
+        return lora_slots(output, inputs[0], down, up, strengths.on_device[index] * scales)
 
     return hook
 

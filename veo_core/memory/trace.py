@@ -48,9 +48,10 @@ class _LiveBytes(TorchDispatchMode):
 def _convolution_workspace(args: tuple, out: torch.Tensor) -> int:
     """Bytes that a convolution takes beside its NCHW tensors.
 
-    cuDNN works channels-last, oneDNN in blocks: they copy the input, and at stride 1 the output. Measured on an H200
-    by benchmarks/memory.py: encode, denoise and decode need 1.37, 1.20 and 1.54 times their tensors, at every size
-    and number of frames; these copies give 1.37, 1.20 and 1.54. On the CPU they bring the plan within a tenth.
+    cuDNN works channels-last, oneDNN in blocks: they copy the input, and at stride 1 the output; what is channels-last
+    already cuDNN takes as it is. Measured on an H200 by benchmarks/memory.py with veo-mini, NCHW: encode, denoise and
+    decode need 1.37, 1.20 and 1.54 times their tensors, at every size and number of frames; these copies give 1.37, 1.20
+    and 1.54. On the CPU they bring the plan within a tenth.
     """
     if out.is_cuda and args[0].is_contiguous(memory_format=torch.channels_last):
         return 0

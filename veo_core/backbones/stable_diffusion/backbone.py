@@ -362,7 +362,8 @@ class _Run:
         def recorded(*given: Tensor) -> tuple[Tensor, StyleFeatures]:
             return network(*given), self.session.style_features
 
-        if not self._replays(given[0]):
+        # The plan knows of one picture's graph.
+        if len(self.style) > 1 or not self._replays(given[0]):
             return network(*given)
         output, self.session.style_features = self.graphs(("style", self.strengths.captured), recorded, *given)
         return output

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import MethodType
+import functools
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ....kernels.st_norm import affine_act, channel_moments, group_affine, group_norm
-
-Calibration = Callable[[Tensor], tuple[Tensor, Tensor] | None]
+from ...layers.style_session import NormSite
 
 
 class FusedGroupNorm(nn.GroupNorm):
@@ -19,19 +17,19 @@ class FusedGroupNorm(nn.GroupNorm):
 
     Attributes:
         silu: whether SiLU follows.
-        calibration: given the moments ``[n, 2, C]`` of the norm's output, a further scale and shift ``[n, C]``, or None.
+        site: asked for a further scale and shift of the norm's output while it is active.
     """
 
     def __init__(self, norm: nn.GroupNorm, silu: bool = False):
         super().__init__(norm.num_groups, norm.num_channels, norm.eps, device="meta")
         self.weight, self.bias, self.silu = norm.weight, norm.bias, silu
-        self.calibration: Calibration | None = None
+        self.site: NormSite | None = None
 
     def forward(self, h: Tensor, added: Tensor | None = None) -> Tensor:
         """``h [n, C, ...]``; ``added [n, C]`` is added to every pixel before."""
         if h.dim() != 4:
             return self.forward(h.flatten(2)[..., None], added).view(h.shape)
-        if self.calibration is not None:
+        if self.site is not None and self.site.active:
             return self._calibrated(h if added is None else h + added[..., None, None])
         return group_norm(h, self.num_groups, self.weight, self.bias, self.eps, self.silu, added)
 
@@ -40,8 +38,9 @@ class FusedGroupNorm(nn.GroupNorm):
         scale, shift = group_affine(moments, self.num_groups, self.weight, self.bias, self.eps)
         mean, square = moments.unbind(1)
         # The moments of the norm's output follow from those of its input.
-        output = torch.stack([scale * mean + shift, scale**2 * square + 2 * scale * shift * mean + shift**2], 1)
-        further = self.calibration(output)
+        output = scale * mean + shift
+        variance = scale**2 * (square - mean**2).clamp(min=0)
+        further = self.site.calibration(torch.stack([output, variance + output**2], 1))
         if further is not None:
             scale, shift = scale * further[0], shift * further[0] + further[1]
         return affine_act(h, scale, shift, self.silu)
@@ -54,15 +53,16 @@ def fuse(model: nn.Module) -> None:
     """
     from diffusers.models.resnet import ResnetBlock2D
 
+    activations = (nn.SiLU, nn.Identity)
     for module in list(model.modules()):
         if isinstance(module, ResnetBlock2D) and _is_plain(module):
             module.norm1, module.norm2 = (FusedGroupNorm(n, silu=True) for n in (module.norm1, module.norm2))
-            module.forward = MethodType(_residual, module)
-        elif isinstance(getattr(module, "conv_norm_out", None), nn.GroupNorm):
+            module.__class__ = _fused_block()
+        elif type(getattr(module, "conv_norm_out", None)) is nn.GroupNorm and isinstance(module.conv_act, activations):
             module.conv_norm_out = FusedGroupNorm(module.conv_norm_out, silu=True)
             module.conv_act = nn.Identity()
         for name, child in list(module.named_children()):
-            if type(child) is nn.GroupNorm:
+            if type(child) is nn.GroupNorm and child.affine:
                 setattr(module, name, FusedGroupNorm(child))
     model.to(memory_format=torch.channels_last)
 
@@ -72,13 +72,21 @@ def _is_plain(block: nn.Module) -> bool:
     return not scaled and isinstance(block.nonlinearity, nn.SiLU) and type(block.norm1) is nn.GroupNorm
 
 
-def _residual(block: nn.Module, input_tensor: Tensor, temb: Tensor | None = None) -> Tensor:
-    """diffusers' ResnetBlock2D without dropout, the time embedding added within the second norm."""
-    h = block.conv1(block.norm1(input_tensor))
-    projection = block.time_emb_proj
-    added = None
-    if projection is not None:
-        added = projection(temb if block.skip_time_act else F.silu(temb))
-    h = block.conv2(block.norm2(h, added))
-    x = input_tensor if block.conv_shortcut is None else block.conv_shortcut(input_tensor)
-    return (x + h) if block.output_scale_factor == 1 else (x + h) / block.output_scale_factor
+@functools.cache
+def _fused_block() -> type[nn.Module]:
+    """diffusers is imported when it is first needed."""
+    from diffusers.models.resnet import ResnetBlock2D
+
+    class FusedResnetBlock2D(ResnetBlock2D):
+        """diffusers' block without dropout, the time embedding added within the second norm."""
+
+        def forward(self, input_tensor: Tensor, temb: Tensor | None = None) -> Tensor:
+            h = self.conv1(self.norm1(input_tensor))
+            added = None
+            if self.time_emb_proj is not None:
+                added = self.time_emb_proj(temb if self.skip_time_act else F.silu(temb))
+            h = self.conv2(self.norm2(h, added))
+            skip = input_tensor if self.conv_shortcut is None else self.conv_shortcut(input_tensor)
+            return skip + h if self.output_scale_factor == 1 else (skip + h) / self.output_scale_factor
+
+    return FusedResnetBlock2D

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
 from ....kernels.cross_frame_attention import cross_frame_attention
-from ...layers.style_session import Site, StyleSession, sites_of
+from ...errors import ModelError
+from ...layers.style_session import NormSite, Site, StyleSession, sites_of
+from .fused import FusedGroupNorm
 
 
 @contextmanager
@@ -24,8 +25,8 @@ def connected(unet: nn.Module, session: StyleSession) -> Iterator[None]:
             attentions[name].processor = _SessionProcessor(session, site)
         if session.injection.norm:
             for name, norm in up_norms(unet):
-                norm.calibration = partial(session.calibration, Site(name, 1.0))
-                stack.callback(setattr, norm, "calibration", None)
+                norm.site = NormSite(session, Site(name, 1.0))
+                stack.callback(setattr, norm, "site", None)
         yield
 
 
@@ -35,9 +36,14 @@ def self_attentions(unet: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def up_norms(unet: nn.Module) -> list[tuple[str, nn.Module]]:
-    """First group norm of each residual block of the up path."""
+    """First group norm of each residual block of the up path, fused at loading."""
     found = ((n, m) for n, m in unet.named_modules() if n.startswith("up_blocks.") and ".resnets." in n)
-    return [(n, m) for n, m in found if n.endswith(".norm1")]
+    norms = [(n, m) for n, m in found if n.endswith(".norm1")]
+    if strange := [n for n, m in norms if not isinstance(m, FusedGroupNorm)]:
+        raise ModelError(
+            f"{strange[0]} is no group norm of SD 1.5 or SDXL, so that ST-Norm has no place; give a plain model"
+        )
+    return norms
 
 
 class _SessionProcessor:
