@@ -38,19 +38,24 @@ def jit(function: Any = None, *, any_value: Sequence[str] = ()) -> Any:
 
 def state(device: torch.device | None = None) -> tuple[str, str]:
     """``triton`` or ``pytorch`` on a CUDA device or the current one, and why."""
+    if device is not None and device.index is not None:
+        return _state(device.index)
     if not torch.cuda.is_available():
         return "pytorch", "no CUDA device"
+    return _state(torch.cuda.current_device())
+
+
+@functools.cache
+def _state(index: int) -> tuple[str, str]:
     if not triton:
         return "pytorch", "Triton is not installed"
     if torch.version.hip:
         return "pytorch", "the kernels were tried on NVIDIA's chips alone"
-    index = torch.cuda.current_device() if device is None or device.index is None else device.index
     if torch.cuda.get_device_capability(index) < OLDEST:
         return "pytorch", f"the chip is older than compute capability {OLDEST[0]}.{OLDEST[1]}"
     return _tried(index)
 
 
-@functools.cache
 def _tried(index: int) -> tuple[str, str]:
     """Whether a kernel of one line compiles and runs: Triton needs a C compiler, which may not be there."""
     x = torch.zeros(1, device=f"cuda:{index}")

@@ -14,6 +14,14 @@ LAUNCH_BOUND = 8 * 64 * 64
 CAPTURE_AFTER = 2
 
 
+def captures(x: Tensor) -> bool:
+    """Whether calls on a tensor can be captured: on CUDA, under PyTorch's own allocator.
+
+    With cudaMallocAsync, which ComfyUI takes unless told otherwise, a capture that fails ends the process.
+    """
+    return x.is_cuda and torch.cuda.get_allocator_backend() == "native"
+
+
 @dataclass
 class _Captured:
     graph: torch.cuda.CUDAGraph
