@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -90,6 +91,8 @@ def score(frames: list[torch.Tensor], clip: Clip, flows) -> dict[str, float]:
 
 
 def main() -> None:
+    # This folder's kernels.py would stand for Hugging Face's kernels, which diffusers may import.
+    sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--magenta", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)

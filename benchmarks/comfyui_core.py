@@ -103,6 +103,8 @@ def memory() -> tuple[float, float]:
 
 
 def main() -> None:
+    # This folder's kernels.py would stand for Hugging Face's kernels, which diffusers may import.
+    sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
     arguments.out.mkdir(parents=True, exist_ok=True)
     model, vae = make_model()
     clip = open_clip(make_clip(arguments.out / "clip.mp4", arguments.side, arguments.frames))

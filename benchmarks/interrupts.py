@@ -79,6 +79,8 @@ def allocated() -> float:
 
 
 def main() -> None:
+    # This folder's kernels.py would stand for Hugging Face's kernels, which diffusers may import.
+    sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
     arguments.out.mkdir(parents=True, exist_ok=True)
     folder_paths.set_output_directory(str(arguments.out / "output"))
     folder_paths.set_temp_directory(str(arguments.out / "temp"))

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import runpy
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -238,7 +240,8 @@ def networks() -> Iterator[Row]:
     """SD 1.5's UNet and autoencoder, random weights, 512x512: diffusers' as they are against ours, eager and replayed."""
     from comfyui_veostyle.veo_core.backbones.stable_diffusion.fused import fuse
     from comfyui_veostyle.veo_core.cuda_graphs import CAPTURE_AFTER, CudaGraphs
-    from stable_diffusion import make_parts
+
+    make_parts = runpy.run_path(str(Path(__file__).with_name("stable_diffusion.py")))["make_parts"]
 
     def peak(job: Callable) -> float:
         job()
@@ -300,6 +303,8 @@ SECTIONS = {
 
 
 def main() -> None:
+    # This folder's kernels.py would stand for Hugging Face's kernels, which diffusers may import.
+    sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", default="", help="sections, separated by commas")

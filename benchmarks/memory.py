@@ -95,6 +95,8 @@ def one_run(video: Path, device: str, out: Path) -> dict[str, float]:
 
 
 def main() -> None:
+    # This folder's kernels.py would stand for Hugging Face's kernels, which diffusers may import.
+    sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, required=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 try:
     import triton
@@ -58,10 +59,13 @@ def _state(index: int) -> tuple[str, str]:
 
 def _tried(index: int) -> tuple[str, str]:
     """Whether a kernel of one line compiles and runs: Triton needs a C compiler, which may not be there."""
-    x = torch.zeros(1, device=f"cuda:{index}")
     try:
-        with torch.cuda.device(index):
+        # A plan may ask while it traces tensors without data; this one must have some.
+        with _disable_current_modes(), torch.cuda.device(index):
+            x = torch.zeros(1, device=f"cuda:{index}")
             _write_one[(1,)](x)
+            if x.item() != 1:
+                raise RuntimeError("a kernel wrote nothing")
     except Exception as e:
         reason = str(e).strip().splitlines() or [type(e).__name__]
         log.warning("Triton %s does not run here, PyTorch's own kernels are used: %s", triton.__version__, reason[-1])

@@ -436,3 +436,38 @@ def test_a_hopper_kernel_that_does_not_compile_gives_way_to_the_other_and_says_s
     hopper.refuse(TritonError("at 3:1\nno such layout"))
     assert hopper.state() == ("pytorch", "Triton 9 does not compile the kernel for Hopper: no such layout")
     assert "no such layout" in caplog.text
+
+
+def test_asking_whether_triton_runs_within_a_trace_uses_real_memory(monkeypatch):
+    """A plan traces tensors without data; a kernel given one of them would write anywhere."""
+    from contextlib import nullcontext
+
+    from comfyui_veostyle.kernels import _triton
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    given, zeros = [], torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(_triton, "_write_one", {(1,): lambda x: (given.append(x), x.fill_(1))})
+    with FakeTensorMode():
+        assert _triton._tried(0)[0] == "triton"
+    assert not isinstance(given[0], FakeTensor)
+    monkeypatch.setattr(_triton, "_write_one", {(1,): lambda x: given[9]})
+    assert _triton._tried(0) == ("pytorch", f"Triton {_triton.triton.__version__} does not run here: list index out of range")
+
+
+def test_a_plan_for_a_chip_with_kernels_is_traced_without_one(monkeypatch):
+    from comfyui_veostyle.kernels import _triton
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    monkeypatch.setattr(_triton, "_state", lambda index: ("triton", "as if"))
+    with FakeTensorMode():
+        h, weight = (torch.empty(*s, device="cuda:0", dtype=torch.float16) for s in ((2, 8, 4, 4), (8,)))
+        assert st_norm.group_norm(h, 4, weight, weight, 1e-5, True, weight.expand(2, 8)).shape == h.shape
+        scale, shift = st_norm.channel_moments(h).unbind(1)
+        assert st_norm.affine_act(h, scale, shift, True).device == h.device
+        q = torch.empty(1, 3, 2, 64, 40, device="cuda:0", dtype=torch.float16)
+        table = torch.zeros(3, 3, dtype=torch.int64, device="cuda:0")
+        assert attention.cross_frame_attention(q, q, q, table).shape == q.shape
+        x = torch.empty(5, 8, device="cuda:0", dtype=torch.float16)
+        assert lora_slots.lora_slots(x, x, x[:4], x[:4].T.expand(8, 4), weight[:4].float()).shape == x.shape
