@@ -49,7 +49,7 @@ def state(device: torch.device | None = None) -> tuple[str, str]:
 @functools.cache
 def _state(index: int) -> tuple[str, str]:
     if not triton:
-        return "pytorch", "Triton is not installed"
+        return "pytorch", "Triton is not installed, or too old"
     if torch.version.hip:
         return "pytorch", "the kernels were tried on NVIDIA's chips alone"
     if torch.cuda.get_device_capability(index) < OLDEST:
