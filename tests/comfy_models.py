@@ -119,12 +119,28 @@ def main():
         held["their override is called"] = calls["override"] > 0
         held["their override changes nothing"] = bool(torch.equal(chained, styled))
         held["split branches agree"] = split(run, model, pictures, styled, name)
+        if name in ("sd15", "sdxl"):
+            held["attention over frames agrees"] = across_frames(run, model, pictures, styled, name)
         if name in ("sd15", "wan"):
             held["stochastic windows meet"] = stochastic(model, vae, clip, video, one_prompt, window, frames, name)
         report[name] = held
         print(name, f"{time.time() - begin:.1f} s", held, file=sys.stderr)
     report["errors"] = errors()
     print("REPORT " + json.dumps(report))
+
+
+def across_frames(run, model, style, gathered, name):
+    """Where a kernel takes the tensors, frames are read in place: the same result but for rounding."""
+    from comfyui_veostyle.nodes import comfy_backbone
+
+    taken, takes = [], comfy_backbone.takes
+    comfy_backbone.takes = lambda *tensors: taken.append(tensors[0].shape) or True
+    try:
+        in_place, _ = run(model, style, f"{name}-in-place")
+    finally:
+        comfy_backbone.takes = takes
+    change = float((in_place - gathered).abs().max() / gathered.abs().max())
+    return (change < 1e-3 and len(taken) > 0) or [change, len(taken)]
 
 
 def split(run, model, style, together, name):
