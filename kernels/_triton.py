@@ -100,6 +100,20 @@ def on_its_device(launch: Callable) -> Callable:
     return guarded
 
 
+def are_aligned(*tensors: Tensor) -> bool:
+    """Whether rows of half precision can be read 16 bytes at a time."""
+    return all(x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in x.stride()[:-1]) for x in tensors)
+
+
+@jit
+def at_head(head, step, ALIGNED: tl.constexpr):
+    """Where a head begins; Triton knows steps of 16 by itself, not those of 8, as of heads of 40 channels."""
+    place = head * step
+    if ALIGNED:
+        place = tl.multiple_of(place, 8)
+    return place
+
+
 def is_traced(x: Tensor) -> bool:
     """Whether a tensor stands for one without data, so that a registered operator must stand for the kernel."""
     return torch.compiler.is_compiling() or isinstance(x, torch._subclasses.FakeTensor)

@@ -6,6 +6,7 @@ runs on any chip that Triton knows; Hopper has one of its own beside it.
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,11 +14,25 @@ from einops import rearrange
 from torch import Tensor
 
 from . import cross_frame_attention_hopper as hopper
-from ._triton import INTERPRETED, TritonError, is_traced, jit, notice_first_use, on_its_device, runs_on, tl, triton
+from ._triton import (
+    INTERPRETED,
+    TritonError,
+    are_aligned,
+    at_head,
+    is_traced,
+    jit,
+    notice_first_use,
+    on_its_device,
+    runs_on,
+    tl,
+    triton,
+)
 from ._triton import state as triton_state
+from .nearby_tokens import add_nearby, nearby_tokens
 from .tuning import Settings, best
 
 MOST_CHANNELS = 256
+ROWS_AT_ONCE = 256
 LEAST_WEIGHT = 1e-30
 LOG2_E = math.log2(math.e)
 
@@ -33,6 +48,8 @@ def cross_frame_attention(
     weights: Tensor | None = None,
     temperature: float = 1.0,
     kept: Tensor | None = None,
+    affines: tuple[Tensor, Tensor] | None = None,
+    nearby: Tensor | None = None,
 ) -> Tensor:
     """Attention of every frame over its source frames and the style's tokens.
 
@@ -40,14 +57,19 @@ def cross_frame_attention(
     elsewhere :func:`reference`, which gathers them.
 
     Args:
-        q, k, v: ``[b, t, heads, n, d]``, any strides.
-        sources: int64 ``[t, s]``, indices of frames in 0..t - 1. A frame listed twice counts twice.
+        q: ``[b, t, heads, n, d]``, any strides. k, v: ``[b, t', heads, n, d]``; of as many frames, or of others.
+        sources: int64 ``[t, s]``, indices of frames of k in 0..t' - 1. A frame listed twice counts twice.
         style_k, style_v: ``[b, heads, m, d]``, shared by all frames.
         weights: float32 ``[s + 1]``, above 0: how much a token of each source counts, the style's last. The attention is
             the convex mix of the groups' that these weights and the groups' own sums give.
         temperature: factor on the logits, above 0.
         kept: int32 ``[b, t, heads, query blocks, count]``: the distinct blocks of keys that each block of queries reads,
             source by source, as of :func:`.block_mask.choose_blocks`; the style's tokens are always read.
+        affines: float32 ``[2, b, t, heads, d]`` and ``[2, b, t', heads, d]``, contiguous: scale and shift of each frame's
+            queries, and of its keys, before they meet; the style's keys are left alone. AdaIN of queries and keys to a
+            picture's statistics (StyleAligned, Hertz et al. 2024, eq. 3) is that.
+        nearby: int64 ``[t, n, m]``, tokens that each query reads besides, as ``frame * n + token``; -1 is none. Such as the
+            3x3 around where the motion says a token was in the frame before.
 
     Returns:
         ``[b, t, heads, n, d]`` in q's dtype.
@@ -55,11 +77,14 @@ def cross_frame_attention(
     scale = temperature * q.shape[-1] ** -0.5
     if style_k is not None and not style_k.shape[2]:
         style_k = style_v = None
-    given = (style_k, style_v, weights)
+    given = (style_k, style_v, weights, *(affines or ()))
     if not (takes(q, k, v) and runs_on(q, *given) and sources.numel() and (kept is None or kept.numel())):
-        return reference(q, k, v, sources, style_k, style_v, weights=weights, temperature=temperature, kept=kept)
+        return reference(
+            q, k, v, sources, style_k, style_v, weights=weights, temperature=temperature, kept=kept, affines=affines,
+            nearby=nearby,
+        )  # fmt: skip
     run = torch.ops.veostyle.cross_frame_attention if is_traced(q) else launch
-    return run(q, k, v, sources, style_k, style_v, weights, kept, scale)
+    return run(q, k, v, sources, style_k, style_v, weights, kept, *(affines or (None, None)), nearby, scale)
 
 
 def reference(
@@ -73,15 +98,15 @@ def reference(
     weights: Tensor | None = None,
     temperature: float = 1.0,
     kept: Tensor | None = None,
+    affines: tuple[Tensor, Tensor] | None = None,
+    nearby: Tensor | None = None,
 ) -> Tensor:
     """The same by PyTorch's own attention over gathered keys and values."""
     b, t, _, n, d = q.shape
+    scale = temperature * d**-0.5
     style = 0 if style_k is None else style_k.shape[2]
-
-    def gathered(x: Tensor, style: Tensor | None) -> Tensor:
-        x = rearrange(x[:, sources], "b t s h n d -> (b t) h (s n) d")
-        return x if style is None else torch.cat([x, style.repeat_interleave(t, dim=0)], dim=2)
-
+    if affines is not None:
+        q, k = (_affine(x, a) for x, a in zip((q, k), affines, strict=True))
     mask = None
     if weights is not None:
         counts = torch.tensor([n] * sources.shape[1] + [style], device=q.device)
@@ -90,10 +115,51 @@ def reference(
         read = _read_tokens(kept, n, sources.shape[1], block_sizes(d)).flatten(0, 1)
         read = F.pad(read, (0, style), value=True)
         mask = torch.where(read, 0.0 if mask is None else mask, float("-inf")).to(q.dtype)
-    out = F.scaled_dot_product_attention(
-        q.flatten(0, 1), gathered(k, style_k), gathered(v, style_v), mask, scale=temperature * d**-0.5
-    )
-    return out.unflatten(0, (b, t))
+    if nearby is not None:
+        return _with_nearby(q, k, v, sources, style_k, style_v, mask, nearby, scale)
+    keys, values = gathered(k, sources, style_k), gathered(v, sources, style_v)
+    return F.scaled_dot_product_attention(q.flatten(0, 1), keys, values, mask, scale=scale).unflatten(0, (b, t))
+
+
+def _with_nearby(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sources: Tensor,
+    style_k: Tensor | None,
+    style_v: Tensor | None,
+    mask: Tensor | None,
+    nearby: Tensor,
+    scale: float,
+) -> Tensor:
+    """With tokens of each query's own; by some queries at a time, since PyTorch's attention gives no sum to join them to."""
+    out = torch.empty_like(q)
+    b, frames, heads, n, _ = q.shape
+    mask = q.new_zeros(()) if mask is None else mask
+    for t in range(frames):
+        table = sources[t : t + 1]
+        keys, values = gathered(k, table, style_k), gathered(v, table, style_v)
+        whole = mask.expand(b * frames, heads, n, keys.shape[-2]).unflatten(0, (b, frames))[:, t]
+        for rows in torch.arange(n, device=q.device).split(ROWS_AT_ONCE):
+            query, near = q[:, t, :, rows], nearby[t : t + 1, rows]
+            logits = query @ keys.transpose(-1, -2) * scale + whole[:, :, rows]
+            near_k, near_v = (nearby_tokens(x, near)[:, 0] for x in (k, v))
+            own = torch.einsum("bhrd,bhrmd->bhrm", query, near_k) * scale
+            own = own.masked_fill(near < 0, float("-inf"))
+            share, own = torch.cat([logits, own], -1).softmax(-1).split([keys.shape[-2], near.shape[-1]], -1)
+            out[:, t, :, rows] = share @ values + torch.einsum("bhrm,bhrmd->bhrd", own, near_v)
+    return out
+
+
+def gathered(x: Tensor, sources: Tensor, style: Tensor | None = None) -> Tensor:
+    """Every frame's sources side by side, and the style's tokens: ``[b, t', heads, n, d]`` -> ``[(b t), heads, (s n) + m, d]``."""
+    x = rearrange(x[:, sources], "b t s h n d -> (b t) h (s n) d")
+    return x if style is None else torch.cat([x, style.repeat_interleave(len(sources), dim=0)], dim=2)
+
+
+def _affine(x: Tensor, affine: Tensor) -> Tensor:
+    scale, shift = affine.to(x.dtype)[..., None, :]
+    return x * scale + shift
 
 
 def _read_tokens(kept: Tensor, tokens: int, sources: int, sizes: tuple[int, int]) -> Tensor:
@@ -142,7 +208,7 @@ def _step(
     row = first + tl.arange(0, KEYS)
     key = _read(k_place + row[:, None] * k_n + channels[None, :], row, tokens, channels, D, MASKED)
     value = _read(v_place + row[:, None] * v_n + channels[None, :], row, tokens, channels, D, MASKED)
-    logits = tl.dot(query, key.T) * scale + bias
+    logits = tl.dot(query, key.T) * scale + bias[:, None]
     if MASKED:
         logits = tl.where((row < tokens)[None, :], logits, float("-inf"))
     new = tl.maximum(most, tl.max(logits, 1))
@@ -152,25 +218,57 @@ def _step(
     return new, total, tl.dot(share.to(value.dtype), value, sums * fade[:, None])
 
 
-@jit(any_value=("heads", "frames", "style_tokens", "count"))
+@jit
+def _moved(query, affine, step, channels, D: tl.constexpr):
+    """Queries after a scale and a shift by channel, in single precision."""
+    inside = channels < D
+    scale, shift = (
+        tl.load(affine + channels, mask=inside, other=0.0),
+        tl.load(affine + step + channels, mask=inside, other=0.0),
+    )
+    return query.to(tl.float32) * scale[None, :] + shift[None, :]
+
+
+@jit
+def _for_source(
+    query, bias, moved, affine, step, source, k_frame, channels, scale, D: tl.constexpr, AFFINE: tl.constexpr
+):
+    """Queries that a source's keys are met by, and a bias a row: ``q' . (a k + c) = (a q') . k + q' . c``."""
+    if AFFINE:
+        inside = channels < D
+        affine += source * k_frame
+        shift = tl.load(affine + step + channels, mask=inside, other=0.0)
+        bias += tl.sum(moved * shift[None, :], 1) * scale
+        query = (moved * tl.load(affine + channels, mask=inside, other=0.0)[None, :]).to(query.dtype)
+    return query, bias
+
+
+@jit(any_value=("heads", "frames", "k_frames", "style_tokens", "count"))
 def _attend(
-    q_base, k_base, v_base, style_k, style_v, table, biases, kept, out_base,
+    q_base, k_base, v_base, style_k, style_v, table, biases, kept, q_affine, k_affine, logsums, out_base,
     q_b, q_t, q_h, q_n, k_b, k_t, k_h, k_n, v_b, v_t, v_h, v_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n,
-    out_b, out_t, out_h, out_n, heads, frames, tokens, style_tokens, count, scale,
+    out_b, out_t, out_h, out_n, heads, frames, k_frames, tokens, style_tokens, count, scale,
     SOURCES: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    MASKED: tl.constexpr, STYLED: tl.constexpr, WEIGHTED: tl.constexpr, SPARSE: tl.constexpr,
+    MASKED: tl.constexpr, STYLED: tl.constexpr, WEIGHTED: tl.constexpr, SPARSE: tl.constexpr, AFFINE: tl.constexpr,
+    SUMMED: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     rows, channels = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES), tl.arange(0, PADDED)
     head, frame = tl.program_id(1) % heads, tl.program_id(1) // heads
     t, b = (frame % frames).to(tl.int64), (frame // frames).to(tl.int64)
-    place = q_base + b * q_b + t * q_t + head * q_h + rows[:, None] * q_n + channels[None, :]
+    place = q_base + b * q_b + t * q_t + at_head(head, q_h, ALIGNED) + rows[:, None] * q_n + channels[None, :]
     query = _read(place, rows, tokens, channels, D, True)
-    k_base += b * k_b + head * k_h
-    v_base += b * v_b + head * v_h
+    k_base += b * k_b + at_head(head, k_h, ALIGNED)
+    v_base += b * v_b + at_head(head, v_h, ALIGNED)
     most = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     sums = tl.zeros([QUERIES, PADDED], tl.float32)
-    bias = 0.0
+    none = tl.zeros([QUERIES], tl.float32)
+    batch = tl.num_programs(1) // (heads * frames)
+    k_frame, moved = heads * D, query
+    k_affine += (b * k_frames * heads + head) * D
+    k_step = batch * k_frames * heads * D
+    if AFFINE:
+        moved = _moved(query, q_affine + ((b * frames + t) * heads + head) * D, batch * frames * heads * D, channels, D)
     if SPARSE:
         blocks = tl.cdiv(tokens, KEYS)
         kept += (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * count
@@ -178,31 +276,40 @@ def _attend(
             entry = tl.load(kept + i)
             s = entry // blocks
             source = tl.load(table + t * SOURCES + s)
+            bias = none
             if WEIGHTED:
-                bias = tl.load(biases + s)
+                bias += tl.load(biases + s)
+            one, bias = _for_source(query, bias, moved, k_affine, k_step, source, k_frame, channels, scale, D, AFFINE)
             most, total, sums = _step(
-                query, k_base + source * k_t, v_base + source * v_t, k_n, v_n, (entry - s * blocks) * KEYS, tokens,
+                one, k_base + source * k_t, v_base + source * v_t, k_n, v_n, (entry - s * blocks) * KEYS, tokens,
                 scale, bias, channels, most, total, sums, D, KEYS, MASKED,
             )  # fmt: skip
     else:
         for s in range(SOURCES):
             source = tl.load(table + t * SOURCES + s)
+            bias = none
             if WEIGHTED:
-                bias = tl.load(biases + s)
+                bias += tl.load(biases + s)
+            one, bias = _for_source(query, bias, moved, k_affine, k_step, source, k_frame, channels, scale, D, AFFINE)
             for first in range(0, tokens, KEYS):
                 most, total, sums = _step(
-                    query, k_base + source * k_t, v_base + source * v_t, k_n, v_n, first, tokens,
+                    one, k_base + source * k_t, v_base + source * v_t, k_n, v_n, first, tokens,
                     scale, bias, channels, most, total, sums, D, KEYS, MASKED,
                 )  # fmt: skip
     if STYLED:
+        bias = none
         if WEIGHTED:
-            bias = tl.load(biases + SOURCES)
+            bias += tl.load(biases + SOURCES)
+        one = moved.to(query.dtype)
         for first in range(0, style_tokens, KEYS):
             most, total, sums = _step(
-                query, style_k + b * sk_b + head * sk_h, style_v + b * sv_b + head * sv_h, sk_n, sv_n, first,
+                one, style_k + b * sk_b + at_head(head, sk_h, ALIGNED),
+                style_v + b * sv_b + at_head(head, sv_h, ALIGNED), sk_n, sv_n, first,
                 style_tokens, scale, bias, channels, most, total, sums, D, KEYS, MASKED,
             )  # fmt: skip
-    place = out_base + b * out_b + t * out_t + head * out_h + rows[:, None] * out_n + channels[None, :]
+    if SUMMED:
+        tl.store(logsums + ((b * frames + t) * heads + head) * tokens + rows, most + tl.log2(total), mask=rows < tokens)
+    place = out_base + b * out_b + t * out_t + at_head(head, out_h, ALIGNED) + rows[:, None] * out_n + channels[None, :]
     inside = (rows[:, None] < tokens) & (channels[None, :] < D)
     tl.store(place, (sums / total[:, None]).to(query.dtype), mask=inside)
 
@@ -236,25 +343,41 @@ def launch(
     style_v: Tensor | None,
     weights: Tensor | None,
     kept: Tensor | None,
+    q_affine: Tensor | None,
+    k_affine: Tensor | None,
+    nearby: Tensor | None,
     scale: float,
 ) -> Tensor:
     """The kernel for this chip; ``scale`` is the whole factor on the logits, other arguments as above."""
     notice_first_use("cross-frame attention")
     b, t, heads, n, d = q.shape
     out = torch.empty((b, t, n, heads, d), dtype=q.dtype, device=q.device).transpose(2, 3)
+    logsums = None if nearby is None else torch.empty((b, t, heads, n), device=q.device)
     biases = None if weights is None else weights.float().clamp(min=LEAST_WEIGHT).log2()
-    given = (q, k, v, sources.contiguous(), style_k, style_v, biases, kept, scale * LOG2_E, out)
-    if q.is_cuda and hopper.takes(d, q.device):
-        try:
-            hopper.launch(*given)
-            return out
-        except (TritonError, AttributeError, TypeError) as e:
-            # Blocks were chosen in the sizes of that kernel.
-            if kept is not None:
-                raise
-            hopper.refuse(e)
-    _launch_portable(*given)
+    affines = None if q_affine is None or k_affine is None else (q_affine, k_affine)
+    scale *= LOG2_E
+    given = (q, k, v, sources.contiguous(), style_k, style_v, biases, kept, affines, scale, out, logsums)
+    if not _launch_hopper(*given):
+        _launch_portable(*given)
+    if nearby is not None and logsums is not None:
+        add_nearby(out, logsums, q, k, v, nearby, affines, scale)
     return out
+
+
+def _launch_hopper(*given: Any) -> bool:
+    """Whether the kernel for Hopper took it."""
+    q, kept = given[0], given[7]
+    if not q.is_cuda or not hopper.takes(q.shape[-1], q.device):
+        return False
+    try:
+        hopper.launch(*given)
+    except (TritonError, AttributeError, TypeError) as e:
+        # Blocks were chosen in the sizes of that kernel.
+        if kept is not None:
+            raise
+        hopper.refuse(e)
+        return False
+    return True
 
 
 def _launch_portable(
@@ -266,8 +389,10 @@ def _launch_portable(
     style_v: Tensor | None,
     biases: Tensor | None,
     kept: Tensor | None,
+    affines: tuple[Tensor, Tensor] | None,
     scale: float,
     out: Tensor,
+    logsums: Tensor | None,
 ) -> None:
     b, t, heads, n, d = q.shape
     styled = style_k is not None
@@ -277,11 +402,13 @@ def _launch_portable(
 
     def run(blocks: Settings) -> None:
         _attend[(triton.cdiv(n, blocks["QUERIES"]), b * t * heads)](
-            q, k, v, *style, sources, q if biases is None else biases, q if kept is None else kept.contiguous(), out,
+            q, k, v, *style, sources, q if biases is None else biases, q if kept is None else kept.contiguous(),
+            *(affines or (q, q)), q if logsums is None else logsums, out,
             *q.stride()[:4], *k.stride()[:4], *v.stride()[:4], *style[0].stride()[:3], *style[1].stride()[:3],
-            *out.stride()[:4], heads, t, n, tokens, 0 if kept is None else kept.shape[-1], scale,
+            *out.stride()[:4], heads, t, k.shape[1], n, tokens, 0 if kept is None else kept.shape[-1], scale,
             SOURCES=sources.shape[1], D=d, PADDED=padded, MASKED=bool(n % blocks["KEYS"] or tokens % blocks["KEYS"]),
-            STYLED=styled, WEIGHTED=biases is not None, SPARSE=kept is not None, **blocks,
+            STYLED=styled, WEIGHTED=biases is not None, SPARSE=kept is not None, AFFINE=affines is not None,
+            SUMMED=logsums is not None, ALIGNED=are_aligned(q, k, v, out, *style), **blocks,
         )  # fmt: skip
 
     # The blocks that are kept were chosen in sizes that must hold.
@@ -292,32 +419,10 @@ def _launch_portable(
         run(best("cross-frame attention", bucket, _candidates(d), run))
 
 
-@torch.library.custom_op("veostyle::cross_frame_attention", mutates_args=())
-def _operator(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sources: Tensor,
-    style_k: Tensor | None,
-    style_v: Tensor | None,
-    weights: Tensor | None,
-    kept: Tensor | None,
-    scale: float,
-) -> Tensor:
-    return launch(q, k, v, sources, style_k, style_v, weights, kept, scale)
+_operator = torch.library.custom_op("veostyle::cross_frame_attention", mutates_args=())(launch)
 
 
 @_operator.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sources: Tensor,
-    style_k: Tensor | None,
-    style_v: Tensor | None,
-    weights: Tensor | None,
-    kept: Tensor | None,
-    scale: float,
-) -> Tensor:
+def _(q: Tensor, *_: Any) -> Tensor:
     b, t, heads, n, d = q.shape
     return q.new_empty((b, t, n, heads, d)).transpose(2, 3)

@@ -71,6 +71,8 @@ def _config(d: int) -> dict[str, int]:
 
     A width beyond a power of two is taken in two parts: A and B of the products over channels, B of the sums.
     """
+    if 32 < d <= 48:
+        return {"CONSUMERS": 3, "KEYS": 128, "WIDTH": 64, "REGISTERS": 160, "PART_A": 32, "PART_B": 16, "SUM_B": 0}
     if d <= 64:
         width = max(16, 1 << (d - 1).bit_length())
         return {"CONSUMERS": 3, "KEYS": 128, "WIDTH": width, "REGISTERS": 160, "PART_A": width, "PART_B": 0, "SUM_B": 0}
@@ -95,13 +97,14 @@ def _jit(function: Any = None, *, any_value: tuple[str, ...] = ()) -> Any:
 
 
 @_jit
-def _place(i, kept, blocks, style_from, SOURCES: gl.constexpr, SPARSE: gl.constexpr):
+def _place(i, kept, blocks, inverse, style_from, SOURCES: gl.constexpr, SPARSE: gl.constexpr):
     """Source and block within it of the i-th block that is read; the style's come last."""
     entry = i
     if SPARSE:
         if i < style_from:
             entry = gl.load(kept + i)
-    s = entry // blocks
+    # A division by what is the same throughout: exact while entry * blocks is below 2^30.
+    s = ((entry.to(gl.int64) * inverse) >> 30).to(gl.int32)
     j = entry - s * blocks
     if i >= style_from:
         s = SOURCES
@@ -111,18 +114,23 @@ def _place(i, kept, blocks, style_from, SOURCES: gl.constexpr, SPARSE: gl.conste
 
 @_jit
 def _produce(
-    queries, keys, values, style_keys, style_values, q_full, k_full, k_empty, v_full, v_empty, table, kept,
-    q, k, v, b, t, h, first, blocks, style_from, total_blocks, SOURCES: gl.constexpr, CONSUMERS: gl.constexpr,
-    ROWS: gl.constexpr, KEYS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, SPARSE: gl.constexpr,
+    shared, q, k, v, style_keys, style_values, SOURCES: gl.constexpr, CONSUMERS: gl.constexpr, ROWS: gl.constexpr,
+    KEYS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, SPARSE: gl.constexpr,
 ):  # fmt: skip
     """Fetches the queries once, and keys and values as soon as a stage of shared memory is free."""
+    buffers, barriers, reading, _, place, extents = shared
+    queries, keys, values = buffers
+    q_full, k_full, k_empty, v_full, v_empty = barriers
+    table, kept, _, _ = reading
+    b, t, h, first = place
+    blocks, inverse, style_from, total_blocks, _, _, _ = extents
     for c in gl.static_range(CONSUMERS):
         mbarrier.expect(q_full.index(c), ROWS * WIDTH * 2)
         tma.async_copy_global_to_shared(q, [b, t, h, first + c * ROWS, 0], q_full.index(c), queries.index(c))
     for i in range(0, total_blocks):
         stage, phase = i % STAGES, (i // STAGES) & 1
         # What says where to read is on its way before the stage is free.
-        s, j = _place(i, kept, blocks, style_from, SOURCES, SPARSE)
+        s, j = _place(i, kept, blocks, inverse, style_from, SOURCES, SPARSE)
         source = gl.load(table + t * SOURCES + gl.minimum(s, SOURCES - 1)).to(gl.int32)
         mbarrier.wait(k_empty.index(stage), phase ^ 1)
         mbarrier.expect(k_full.index(stage), KEYS * WIDTH * 2)
@@ -161,6 +169,38 @@ def _logits(
 
 
 @_jit
+def _queries_for(
+    source, query, affine, table, t, row, tokens, scale, SOURCES: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr,
+    WIDTH: gl.constexpr, ROW: gl.constexpr,
+):  # fmt: skip
+    """Puts the queries that a source's keys are met by into shared memory.
+
+    ``q' . (a k + c) = (a q') . k + q' . c``: what is done to the keys is done to the queries once a source, and a bias a row.
+    """
+    place, q_n, q_affine, q_step, k_affine, k_step, k_frame = affine
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    row += gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    channel = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    inside = channel < D
+    # Loads that others wait for come first. The style's keys are as they are.
+    moves = inside & (source < SOURCES)
+    k_affine += gl.load(table + t * SOURCES + gl.minimum(source, SOURCES - 1)) * k_frame
+    x = gl.load(
+        place + row[:, None] * q_n + channel[None, :], mask=(row[:, None] < tokens) & inside[None, :], other=0.0
+    )
+    q_scale = gl.load(q_affine + channel, mask=inside, other=0.0)
+    q_shift = gl.load(q_affine + q_step + channel, mask=inside, other=0.0)
+    k_scale = gl.load(k_affine + channel, mask=moves, other=1.0)
+    k_shift = gl.load(k_affine + k_step + channel, mask=moves, other=0.0)
+    x = x.to(gl.float32) * q_scale[None, :] + q_shift[None, :]
+    bias = gl.sum(x * k_shift[None, :], 1) * scale
+    x *= k_scale[None, :]
+    query.store(x.to(query.dtype))
+    fence_async_shared()
+    return gl.convert_layout(bias, ROW)
+
+
+@_jit
 def _weigh(share, value, sums_a, sums_b, SUM_A: gl.constexpr, SUM_B: gl.constexpr):
     """Issues the product of the weights with a block of values."""
     if SUM_B == 0:
@@ -180,15 +220,14 @@ def _finished(sums_a, sums_b, SUM_B: gl.constexpr):
 
 @_jit
 def _softmax(
-    logits, most, i, kept, biases, blocks, style_from, tokens, style_tokens, scale, SOURCES: gl.constexpr,
+    logits, most, bias, i, kept, biases, blocks, inverse, style_from, tokens, style_tokens, scale, SOURCES: gl.constexpr,
     KEYS: gl.constexpr, LAYOUT: gl.constexpr, MASKED: gl.constexpr, WEIGHTED: gl.constexpr, SPARSE: gl.constexpr,
 ):  # fmt: skip
-    """Weights of a block, and the greatest logit so far."""
-    bias = 0.0
+    """Weights of a block, and the greatest logit so far; ``bias`` is by row."""
     if MASKED or WEIGHTED:
-        s, j = _place(i, kept, blocks, style_from, SOURCES, SPARSE)
+        s, j = _place(i, kept, blocks, inverse, style_from, SOURCES, SPARSE)
         if WEIGHTED:
-            bias = gl.load(biases + s)
+            bias += gl.load(biases + s)
         if MASKED:
             valid = gl.where(s < SOURCES, tokens, style_tokens) - j * KEYS
             # Only the last block of a source pays for the mask.
@@ -216,13 +255,47 @@ def _consume(
     shared,
     INDEX: gl.constexpr, SOURCES: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, WIDTH: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr, PART_A: gl.constexpr, PART_B: gl.constexpr, SUM_B: gl.constexpr,
-    MASKED: gl.constexpr, WEIGHTED: gl.constexpr, SPARSE: gl.constexpr,
+    MASKED: gl.constexpr, WEIGHTED: gl.constexpr, SPARSE: gl.constexpr, AFFINE: gl.constexpr, SUMMED: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its 64 queries over all blocks."""
-    (
-        queries, keys, values, q_full, k_full, k_empty, v_full, v_empty, kept, biases, out, out_b, out_t, out_h, out_n,
-        b, t, h, first, blocks, style_from, total_blocks, tokens, style_tokens, scale,
-    ) = shared  # fmt: skip
+    _, barriers, _, _, place, extents = shared
+    _, _, _, first = place
+    _, _, _, total_blocks, tokens, _, _ = extents
+    if first + INDEX * ROWS >= tokens:
+        _pass_by(barriers, total_blocks, STAGES)
+    else:
+        _compute(
+            shared, INDEX, SOURCES, ROWS, KEYS, WIDTH, D, STAGES, PART_A, PART_B, SUM_B, MASKED, WEIGHTED, SPARSE, AFFINE,
+            SUMMED,
+        )  # fmt: skip
+
+
+@_jit
+def _pass_by(barriers, total_blocks, STAGES: gl.constexpr):
+    """A warpgroup without queries lets every block go, and the others have the tensor cores to themselves."""
+    _, k_full, k_empty, v_full, v_empty = barriers
+    for i in range(0, total_blocks):
+        stage, phase = i % STAGES, (i // STAGES) & 1
+        mbarrier.wait(k_full.index(stage), phase)
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        mbarrier.wait(v_full.index(stage), phase)
+        mbarrier.arrive(v_empty.index(stage), count=1)
+
+
+@_jit
+def _compute(
+    shared,
+    INDEX: gl.constexpr, SOURCES: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, WIDTH: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, PART_A: gl.constexpr, PART_B: gl.constexpr, SUM_B: gl.constexpr,
+    MASKED: gl.constexpr, WEIGHTED: gl.constexpr, SPARSE: gl.constexpr, AFFINE: gl.constexpr, SUMMED: gl.constexpr,
+):  # fmt: skip
+    buffers, barriers, reading, writing, place, extents = shared
+    queries, keys, values = buffers
+    q_full, k_full, k_empty, v_full, v_empty = barriers
+    table, kept, biases, affine = reading
+    out, out_b, out_t, out_h, out_n, logsums = writing
+    b, t, h, first = place
+    blocks, inverse, style_from, total_blocks, tokens, style_tokens, scale = extents
     SUM_A: gl.constexpr = PART_A if SUM_B else WIDTH
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     LAYOUT_A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SUM_A, 16])
@@ -234,16 +307,30 @@ def _consume(
     sums_a = gl.zeros([ROWS, SUM_A], gl.float32, LAYOUT_A)
     sums_b = gl.zeros([ROWS, SUM_B if SUM_B else 16], gl.float32, LAYOUT_B)
     mbarrier.wait(q_full.index(INDEX), 0)
+    bias = gl.zeros([ROWS], gl.float32, ROW)
+    source = 0
+    if AFFINE:
+        source, _ = _place(0, kept, blocks, inverse, style_from, SOURCES, SPARSE)
+        bias = _queries_for(
+            source, query, affine, table, t, first + INDEX * ROWS, tokens, scale, SOURCES, D, ROWS, WIDTH, ROW
+        )  # fmt: skip
     token = _logits(query, keys, k_full, 0, KEYS, WIDTH, STAGES, ROWS, LOGITS, PART_A, PART_B)
     logits = warpgroup_mma_wait(0, [token])
     mbarrier.arrive(k_empty.index(0), count=1)
     share, most = _softmax(
-        logits, most, 0, kept, biases, blocks, style_from, tokens, style_tokens, scale, SOURCES, KEYS, LOGITS, MASKED,
-        WEIGHTED, SPARSE,
+        logits, most, bias, 0, kept, biases, blocks, inverse, style_from, tokens, style_tokens, scale, SOURCES, KEYS, LOGITS,
+        MASKED, WEIGHTED, SPARSE,
     )  # fmt: skip
     total = gl.sum(share, 1)
     operand = gl.convert_layout(share.to(out.dtype.element_ty), OPERAND)
     for i in range(1, total_blocks):
+        if AFFINE:
+            s, _ = _place(i, kept, blocks, inverse, style_from, SOURCES, SPARSE)
+            if s != source:
+                source = s
+                bias = _queries_for(
+                    source, query, affine, table, t, first + INDEX * ROWS, tokens, scale, SOURCES, D, ROWS, WIDTH, ROW
+                )  # fmt: skip
         token = _logits(query, keys, k_full, i, KEYS, WIDTH, STAGES, ROWS, LOGITS, PART_A, PART_B)
         before = (i - 1) % STAGES
         mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
@@ -251,7 +338,7 @@ def _consume(
         logits = warpgroup_mma_wait(2 if SUM_B else 1, [token])
         mbarrier.arrive(k_empty.index(i % STAGES), count=1)
         share, new = _softmax(
-            logits, most, i, kept, biases, blocks, style_from, tokens, style_tokens, scale, SOURCES, KEYS, LOGITS,
+            logits, most, bias, i, kept, biases, blocks, inverse, style_from, tokens, style_tokens, scale, SOURCES, KEYS, LOGITS,
             MASKED, WEIGHTED, SPARSE,
         )  # fmt: skip
         fade = gl.exp2(most - new)
@@ -268,23 +355,29 @@ def _consume(
     sums_a, sums_b = _weigh(operand, values.index(last).reshape((KEYS, WIDTH)), sums_a, sums_b, SUM_A, SUM_B)
     sums_a, sums_b = _finished(sums_a, sums_b, SUM_B)
     first += INDEX * ROWS
+    if SUMMED:
+        row = first + gl.arange(0, ROWS, ROW)
+        gl.store(logsums + row, most + gl.log2(total), mask=row < tokens)
     _store(out, out_b, out_t, out_h, out_n, b, t, h, first, tokens, sums_a, total, 0, D, ROWS, SUM_A, LAYOUT_A)
     if SUM_B:
         _store(out, out_b, out_t, out_h, out_n, b, t, h, first, tokens, sums_b, total, SUM_A, D, ROWS, SUM_B, LAYOUT_B)
 
 
-@_jit(any_value=("heads", "frames", "tokens", "style_tokens", "count"))
+@_jit(any_value=("heads", "frames", "k_frames", "tokens", "style_tokens", "count"))
 def _attend(
-    q, k, v, style_keys, style_values, table, biases, kept, out, out_b, out_t, out_h, out_n,
-    heads, frames, tokens, style_tokens, count, scale,
+    q, k, v, style_keys, style_values, table, biases, kept, q_place, q_affine, k_affine, logsums, out,
+    q_b, q_t, q_h, q_n, out_b, out_t, out_h, out_n, heads, frames, k_frames, tokens, style_tokens, count, scale,
     SOURCES: gl.constexpr, CONSUMERS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, WIDTH: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, PART_A: gl.constexpr, PART_B: gl.constexpr,
-    SUM_B: gl.constexpr, MASKED: gl.constexpr, WEIGHTED: gl.constexpr, SPARSE: gl.constexpr, num_warps: gl.constexpr,
+    SUM_B: gl.constexpr, MASKED: gl.constexpr, WEIGHTED: gl.constexpr, SPARSE: gl.constexpr, AFFINE: gl.constexpr,
+    SUMMED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     first = gl.program_id(0) * CONSUMERS * ROWS
     h, bt = gl.program_id(1) % heads, gl.program_id(1) // heads
     t, b = bt % frames, bt // frames
+    batch_count = gl.num_programs(1) // (heads * frames)
     blocks = (tokens + KEYS - 1) // KEYS
+    inverse = ((1 << 30) - 1 + blocks) // blocks
     style_from = SOURCES * blocks
     if SPARSE:
         style_from = count
@@ -306,27 +399,43 @@ def _attend(
         mbarrier.init(k_empty.index(s), count=CONSUMERS)
         mbarrier.init(v_empty.index(s), count=CONSUMERS)
     fence_async_shared()
+    batch = b.to(gl.int64)
+    logsums += (batch * frames + t) * heads * tokens + h * tokens
+    affine = (
+        q_place + batch * q_b + t.to(gl.int64) * q_t + h * q_h,
+        q_n,
+        q_affine + ((batch * frames + t) * heads + h) * D,
+        batch_count * frames * heads * D,
+        k_affine + (batch * k_frames * heads + h) * D,
+        batch_count * k_frames * heads * D,
+        heads * D,
+    )
     shared = (
-        queries, keys, values, q_full, k_full, k_empty, v_full, v_empty, kept, biases, out, out_b, out_t, out_h, out_n,
-        b, t, h, first, blocks, style_from, total_blocks, tokens, style_tokens, scale,
-    )  # fmt: skip
+        (queries, keys, values),
+        (q_full, k_full, k_empty, v_full, v_empty),
+        (table, kept, biases, affine),
+        (out, out_b, out_t, out_h, out_n, logsums),
+        (b, t, h, first),
+        (blocks, inverse, style_from, total_blocks, tokens, style_tokens, scale),
+    )
     # Constants stay constants only in a tuple written in place.
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consume, (shared, 0, SOURCES, ROWS, KEYS, WIDTH, D, STAGES, PART_A, PART_B, SUM_B, MASKED, WEIGHTED, SPARSE)),
-            (_consume, (shared, 1, SOURCES, ROWS, KEYS, WIDTH, D, STAGES, PART_A, PART_B, SUM_B, MASKED, WEIGHTED, SPARSE)),
-            (_produce, (queries, keys, values, style_keys, style_values, q_full, k_full, k_empty, v_full, v_empty, table,
-                        kept, q, k, v, b, t, h, first, blocks, style_from, total_blocks, SOURCES, CONSUMERS, ROWS, KEYS,
-                        WIDTH, STAGES, SPARSE)),
+            (_consume, (shared, 0, SOURCES, ROWS, KEYS, WIDTH, D, STAGES, PART_A, PART_B, SUM_B, MASKED, WEIGHTED, SPARSE, AFFINE,
+                        SUMMED)),
+            (_consume, (shared, 1, SOURCES, ROWS, KEYS, WIDTH, D, STAGES, PART_A, PART_B, SUM_B, MASKED, WEIGHTED, SPARSE, AFFINE,
+                        SUMMED)),
+            (_produce, (shared, q, k, v, style_keys, style_values, SOURCES, CONSUMERS, ROWS, KEYS, WIDTH, STAGES, SPARSE)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (shared, 0, SOURCES, ROWS, KEYS, WIDTH, D, STAGES, PART_A, PART_B, SUM_B, MASKED, WEIGHTED, SPARSE)),
-            (_consume, (shared, 1, SOURCES, ROWS, KEYS, WIDTH, D, STAGES, PART_A, PART_B, SUM_B, MASKED, WEIGHTED, SPARSE)),
-            (_consume, (shared, 2, SOURCES, ROWS, KEYS, WIDTH, D, STAGES, PART_A, PART_B, SUM_B, MASKED, WEIGHTED, SPARSE)),
-            (_produce, (queries, keys, values, style_keys, style_values, q_full, k_full, k_empty, v_full, v_empty, table,
-                        kept, q, k, v, b, t, h, first, blocks, style_from, total_blocks, SOURCES, CONSUMERS, ROWS, KEYS,
-                        WIDTH, STAGES, SPARSE)),
+            (_consume, (shared, 0, SOURCES, ROWS, KEYS, WIDTH, D, STAGES, PART_A, PART_B, SUM_B, MASKED, WEIGHTED, SPARSE, AFFINE,
+                        SUMMED)),
+            (_consume, (shared, 1, SOURCES, ROWS, KEYS, WIDTH, D, STAGES, PART_A, PART_B, SUM_B, MASKED, WEIGHTED, SPARSE, AFFINE,
+                        SUMMED)),
+            (_consume, (shared, 2, SOURCES, ROWS, KEYS, WIDTH, D, STAGES, PART_A, PART_B, SUM_B, MASKED, WEIGHTED, SPARSE, AFFINE,
+                        SUMMED)),
+            (_produce, (shared, q, k, v, style_keys, style_values, SOURCES, CONSUMERS, ROWS, KEYS, WIDTH, STAGES, SPARSE)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
 
 
@@ -355,21 +464,26 @@ def launch(
     style_v: Tensor | None,
     biases: Tensor | None,
     kept: Tensor | None,
+    affines: tuple[Tensor, Tensor] | None,
     scale: float,
     out: Tensor,
-) -> Any:
-    """The kernel into ``out``; ``scale`` and ``biases`` are to base 2. Gives the compiled kernel."""
+    logsums: Tensor | None,
+) -> None:
+    """The kernel into ``out`` and ``logsums``; ``scale`` and ``biases`` are to base 2."""
     b, t, heads, n, d = q.shape
-    config = _config(d)
+    k_frames, config = k.shape[1], _config(d)
     keys, width = config["KEYS"], config["WIDTH"]
     k, v = (_descriptor(x, keys, width) for x in (k, v))
     style = (k, v) if style_k is None else [_descriptor(x[:, None], keys, width) for x in (style_k, style_v)]
     tokens = 0 if style_k is None else style_k.shape[2]
     queries, _ = block_sizes(d)
-    return _attend[(-(-n // queries), b * t * heads)](
+    q_affine, k_affine = (sources, sources) if affines is None else affines
+    q_place = q if q.stride(-1) == 1 else q.contiguous()
+    _attend[(-(-n // queries), b * t * heads)](
         _descriptor(q, ROWS, width), k, v, *style, sources, sources if biases is None else biases,
-        sources if kept is None else kept.contiguous(), out, *out.stride()[:4], heads, t, n, tokens,
-        0 if kept is None else kept.shape[-1], scale, SOURCES=sources.shape[1], D=d, ROWS=ROWS, STAGES=STAGES,
-        MASKED=bool(n % keys or tokens % keys), WEIGHTED=biases is not None, SPARSE=kept is not None, num_warps=4,
-        **config,
+        sources if kept is None else kept.contiguous(), q_place, q_affine, k_affine, sources if logsums is None else logsums,
+        out, *q_place.stride()[:4], *out.stride()[:4], heads, t, k_frames, n, tokens, 0 if kept is None else kept.shape[-1],
+        scale, SOURCES=sources.shape[1], D=d, ROWS=ROWS, STAGES=STAGES, MASKED=bool(n % keys or tokens % keys),
+        WEIGHTED=biases is not None, SPARSE=kept is not None, AFFINE=affines is not None, SUMMED=logsums is not None,
+        num_warps=4, **config,
     )  # fmt: skip

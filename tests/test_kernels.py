@@ -52,8 +52,26 @@ def error(out, wanted):
     return float((out.double() - wanted).norm() / wanted.norm())
 
 
-def kernel(inputs, weights=None, temperature=1.0, kept=None):
-    return attention.launch(*inputs, weights, kept, temperature * inputs[0].shape[-1] ** -0.5)
+def kernel(inputs, weights=None, temperature=1.0, kept=None, affines=None, nearby=None):
+    scale = temperature * inputs[0].shape[-1] ** -0.5
+    return attention.launch(*inputs, weights, kept, *(affines or (None, None)), nearby, scale)
+
+
+def adain_of(inputs, seed=0):
+    """A scale and a shift of each frame's queries and keys."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(2, *(x.shape[i] for i in (0, 1, 2, 4))) for x in inputs[:2]]
+    return tuple((torch.rand(s, generator=generator) + 0.5).to(inputs[0].device) for s in shapes)
+
+
+def tokens_nearby(inputs, m=9, seed=0):
+    """Tokens of any frame for each query; some have none."""
+    q, k = inputs[:2]
+    generator = torch.Generator().manual_seed(seed)
+    size = (q.shape[1], q.shape[3], m)
+    nearby = torch.randint(-1, k.shape[1] * k.shape[3], size, generator=generator)
+    nearby[:, ::3] = -1
+    return nearby.to(q.device)
 
 
 @interpreted
@@ -64,6 +82,16 @@ def test_attention_computes_what_the_reference_does(shape, temperature, weighted
     weights = torch.rand(shape["s"] + 1) + 0.1 if weighted else None
     wanted = exact(inputs, weights=weights, temperature=temperature)
     assert error(kernel(inputs, weights, temperature), wanted) < 1e-3
+
+
+@interpreted
+@given(shape=SHAPES, affine=st.booleans(), near=st.booleans(), weighted=st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_attention_takes_statistics_and_nearby_tokens_as_the_reference_does(shape, affine, near, weighted):
+    inputs = make(**shape)
+    given = {"affines": adain_of(inputs) if affine else None, "nearby": tokens_nearby(inputs) if near else None}
+    given["weights"] = torch.rand(shape["s"] + 1) + 0.1 if weighted else None
+    assert error(kernel(inputs, **given), exact(inputs, **given)) < 1e-3
 
 
 @interpreted
@@ -115,6 +143,34 @@ def test_a_weight_is_a_convex_mix_of_the_groups():
     torch.testing.assert_close(mixed, alone[0] / 4 + alone[1] * 3 / 4)
 
 
+def test_adain_of_queries_and_keys_is_the_change_of_the_tensors():
+    q, k, v, table, *style = make(2, 3, 2, 10, 16, 2, 4, torch.float64)
+    affines = tuple(a.double() for a in adain_of((q, k)))
+    moved_q, moved_k = (x * a[0][..., None, :] + a[1][..., None, :] for x, a in zip((q, k), affines))
+    out = attention.cross_frame_attention(q, k, v, table, *style, affines=affines)
+    torch.testing.assert_close(out, attention.cross_frame_attention(moved_q, moved_k, v, table, *style))
+
+
+def test_nearby_tokens_count_as_those_of_a_source_do():
+    """A query that has all tokens of a frame nearby reads that frame; one that has none does not."""
+    q, k, v, table, *style = make(1, 3, 2, 6, 16, 1, 4, torch.float64)
+    before = torch.tensor([2, 0, 1])
+    nearby = before[:, None, None] * 6 + torch.arange(6).expand(3, 6, 6)
+    nearby[0] = -1
+    out = attention.cross_frame_attention(q, k, v, table, *style, nearby=nearby)
+    both = attention.cross_frame_attention(q, k, v, torch.stack([table[:, 0], before], 1), *style)
+    torch.testing.assert_close(out[:, 1:], both[:, 1:])
+    torch.testing.assert_close(out[:, :1], attention.cross_frame_attention(q, k, v, table, *style)[:, :1])
+
+
+def test_queries_may_read_frames_that_are_not_theirs():
+    q, _, _, _, _, _ = make(2, 3, 2, 6, 16, 1, 0, torch.float64)
+    _, k, v, _, _, _ = make(2, 5, 2, 6, 16, 1, 0, torch.float64, seed=1)
+    out = attention.cross_frame_attention(q, k, v, torch.tensor([[4], [0], [1]]))
+    wanted = F.scaled_dot_product_attention(q, k[:, [4, 0, 1]], v[:, [4, 0, 1]])
+    torch.testing.assert_close(out, wanted)
+
+
 def test_a_plan_sees_its_shape():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -125,7 +181,7 @@ def test_a_plan_sees_its_shape():
         assert torch.ops.veostyle.group_norm(wide, 4, y[0, 0], y[0, 0], 1e-5, True).stride() == wide.stride()
         q, k, v = (torch.empty(2, 3, 4, 20, 40, dtype=torch.float16) for _ in range(3))
         table = torch.zeros(3, 2, dtype=torch.int64)
-        out = torch.ops.veostyle.cross_frame_attention(q, k, v, table, None, None, None, None, 1.0)
+        out = torch.ops.veostyle.cross_frame_attention(q, k, v, table, None, None, None, None, None, None, None, 1.0)
         h = torch.empty(2, 8, 4, 4)
         assert torch.ops.veostyle.channel_moments(h).shape == (2, 2, 8)
     assert out.shape == q.shape
@@ -317,13 +373,17 @@ def test_reports_say_why_a_kernel_is_off():
      (1, 4, 12, 1792, 128, 4, 256), (1, 2, 3, 1, 24, 1, 0), (1, 2, 3, 77, 200, 2, 1), (3, 1, 2, 129, 32, 4, 64),
      (1, 3, 2, 300, 96, 3, 100), (1, 3, 2, 300, 12, 3, 100)],
 )  # fmt: skip
-@pytest.mark.parametrize("options", ["plain", "weighted", "half the blocks"])
+@pytest.mark.parametrize("options", ["plain", "weighted", "half the blocks", "affine", "nearby", "all"])
 def test_compiled_attention_computes_what_the_reference_does(shape, dtype, options):
     inputs = make(*shape, dtype, "cuda")
     given = {"temperature": 1.5}
-    if options == "weighted":
+    if options in ("affine", "all"):
+        given["affines"] = adain_of(inputs)
+    if options in ("nearby", "all"):
+        given["nearby"] = tokens_nearby(inputs)
+    if options in ("weighted", "all"):
         given["weights"] = torch.rand(shape[5] + 1, device="cuda") + 0.1
-    if options == "half the blocks":
+    if options in ("half the blocks", "all"):
         given["kept"] = choose_blocks(inputs[0], inputs[1], inputs[3], 0.5)
     out = attention.cross_frame_attention(*inputs, **given)
     assert attention.takes(*inputs[:3])
@@ -340,7 +400,8 @@ def test_the_kernel_of_other_chips_computes_the_same(shape, monkeypatch, tmp_pat
     assert error(attention.cross_frame_attention(*inputs), exact(inputs)) < 1e-3
     assert tuning.cache_file().exists()
     kept = choose_blocks(inputs[0], inputs[1], inputs[3], 0.5)
-    assert error(attention.cross_frame_attention(*inputs, kept=kept), exact(inputs, kept=kept)) < 1e-3
+    given = {"kept": kept, "affines": adain_of(inputs), "nearby": tokens_nearby(inputs)}
+    assert error(attention.cross_frame_attention(*inputs, **given), exact(inputs, **given)) < 1e-3
     tuning._known.cache_clear()
 
 
@@ -453,7 +514,10 @@ def test_asking_whether_triton_runs_within_a_trace_uses_real_memory(monkeypatch)
         assert _triton._tried(0)[0] == "triton"
     assert not isinstance(given[0], FakeTensor)
     monkeypatch.setattr(_triton, "_write_one", {(1,): lambda x: given[9]})
-    assert _triton._tried(0) == ("pytorch", f"Triton {_triton.triton.__version__} does not run here: list index out of range")
+    assert _triton._tried(0) == (
+        "pytorch",
+        f"Triton {_triton.triton.__version__} does not run here: list index out of range",
+    )
 
 
 def test_a_plan_for_a_chip_with_kernels_is_traced_without_one(monkeypatch):
