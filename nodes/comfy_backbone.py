@@ -420,6 +420,11 @@ def _override_attention(model: Any, session: StyleSession, at: SimpleNamespace, 
     """Hands self-attentions to the session; what another pack has set there is still called."""
     options = model.model_options["transformer_options"]
     before = options.get("optimized_attention_override")
+    if before and "warped" in session.injection.sources:
+        raise InputError(
+            "sources = warped gives each place tokens of its own, and another pack's node on this MODEL replaces the "
+            "attention; take that node out, or give sources = self+previous+anchor"
+        )
 
     def override(
         func: Callable,

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from comfyui_veostyle.veo_core.errors import ModelError
 from comfyui_veostyle.veo_core.motion.flow import FlowNet, flow_both_ways, load_flow, local_correlation
 from comfyui_veostyle.veo_core.motion.fusion import TemporalFusion, estimate_motion, latent_motion
-from comfyui_veostyle.veo_core.motion.warp import visible_mask, warp
+from comfyui_veostyle.veo_core.motion.warp import visible_mask, warp, warped_neighbourhood
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,6 +40,22 @@ def test_visible_is_what_both_frames_see():
     assert mask[..., :12].all()
     assert not mask[..., 12:].any()
     assert not visible_mask(flow, flow)[..., :10].any()
+
+
+@given(st.integers(-3, 3), st.integers(-3, 3))
+def test_a_neighbourhood_lies_where_the_flow_points_in_the_frame_before(dx, dy):
+    flow = torch.tensor([dx + 0.2, dy - 0.2]).view(1, 2, 1, 1).expand(3, 2, 6, 7)
+    visible = torch.ones(3, 6, 7, dtype=torch.bool)
+    visible[1, 2, 3] = False
+    tokens = warped_neighbourhood(flow, visible)
+    assert (tokens[0] == -1).all()
+    assert (tokens[1, 2 * 7 + 3] == -1).all()
+    for y in range(6):
+        for x in range(7):
+            for i in range(9):
+                a, b = x + dx + i % 3 - 1, y + dy + i // 3 - 1
+                wanted = 42 + b * 7 + a if 0 <= a < 7 and 0 <= b < 6 else -1
+                assert tokens[2, y * 7 + x, i] == wanted
 
 
 def test_correlation_peaks_at_the_shift():

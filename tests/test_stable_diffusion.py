@@ -6,6 +6,10 @@ import re
 
 import pytest
 import torch
+from comfyui_veostyle.kernels.cross_frame_attention import cross_frame_attention
+from comfyui_veostyle.veo_core.layers.cross_frame_attention import source_table
+from comfyui_veostyle.veo_core.layers.st_norm import TemporalContext
+from comfyui_veostyle.veo_core.layers.style_session import Site, StyleSession
 from comfyui_veostyle.veo_core.options import StylizeOptions, parse_options
 from comfyui_veostyle.veo_core.sampling.sampler import WindowJob, WindowState, denoise_window
 from comfyui_veostyle.veo_core.sampling.windows import windows_of
@@ -29,7 +33,7 @@ def picture(seed=0):
     return torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(seed))
 
 
-def run(model, style, frames, options=None, window=None, overlap=0, content=None, watch=None):
+def run(model, style, frames, options=None, window=None, overlap=0, content=None, watch=None, motion=None):
     """All windows of a scene, as the engine does them: ``[frames, 4, h, w]``."""
     options = (options or StylizeOptions()).model_copy(update={"window": window or frames, "overlap": overlap})
     options = options.for_backbone(model)
@@ -38,7 +42,7 @@ def run(model, style, frames, options=None, window=None, overlap=0, content=None
     state, out = WindowState(), []
     for w in windows_of((Scene(0, frames, 0),), options.window, overlap):
         job = WindowJob(
-            w, 0, [0, *range(w.start, w.end)], torch.cat([content[:1], content[w.start : w.end]]), None,
+            w, 0, [0, *range(w.start, w.end)], torch.cat([content[:1], content[w.start : w.end]]), motion,
             options.window - overlap, options, state, watch or (lambda step: None),
         )  # fmt: skip
         latents, state = denoise_window(model, condition, job)
@@ -147,9 +151,6 @@ def test_a_window_s_border_is_no_larger_a_jump_than_neighbours_inside(model):
 
 
 def test_cross_frame_attention_with_one_source_is_plain_attention():
-    from comfyui_veostyle.veo_core.layers.st_norm import TemporalContext
-    from comfyui_veostyle.veo_core.layers.style_session import Site, StyleSession
-
     knobs = StylizeOptions().injection.model_copy(update={"sources": ("self",), "attention": 0.0})
     q, k, v = torch.randn(3, 12, 4, 9, 8)
     attend = torch.nn.functional.scaled_dot_product_attention
@@ -162,6 +163,101 @@ def test_cross_frame_attention_with_one_source_is_plain_attention():
     assert torch.allclose(mixed[[0, 6]], attend(q, k, v)[[0, 6]], atol=1e-6)  # anchors read only themselves
     one = torch.cat([k[3], k[2], k[0], k[4]], 1), torch.cat([v[3], v[2], v[0], v[4]], 1)
     assert torch.allclose(mixed[3], attend(q[3], *one), atol=1e-6)
+
+
+def test_what_a_window_leaves_of_st_norm_the_next_takes_up():
+    model, style = tiny.backbone(), words()
+    options = StylizeOptions(steps=2, window=4, overlap=1).for_backbone(model)
+    content, condition = moving(8), model.condition(style, options, survey_of(8))
+    first, second = windows_of((Scene(0, 8, 0),), 4, 1)[:2]
+
+    def denoised(w, state):
+        frames = torch.cat([content[:1], content[w.start : w.end]])
+        job = WindowJob(w, 0, [0, *range(w.start, w.end)], frames, None, 3, options, state, lambda step: None)
+        return denoise_window(model, condition, job)
+
+    _, left = denoised(first, WindowState())
+    assert any("latent" in key for key in left.moments)
+    assert any("up_blocks" in key for key in left.moments)
+    taken, _ = denoised(second, left)
+    forgotten, _ = denoised(second, WindowState(left.shared))
+    assert not torch.equal(taken, forgotten)
+
+
+def brute_force(q, k, v, table, nearby, frame):
+    """One frame's queries, each over the tokens listed for it."""
+    keys, values = (torch.cat([x[i] for i in table[frame]], 1) for x in (k, v))
+    flat_k, flat_v = (x.transpose(0, 1).flatten(1, 2) for x in (k, v))
+    out = []
+    for n, tokens in enumerate(nearby[frame]):
+        tokens = tokens[tokens >= 0]
+        own = torch.cat([keys, flat_k[:, tokens]], 1), torch.cat([values, flat_v[:, tokens]], 1)
+        out.append(torch.nn.functional.scaled_dot_product_attention(q[frame][:, n : n + 1], *own))
+    return torch.cat(out, 1)
+
+
+@pytest.mark.parametrize("size", [(3, 4), (6, 8), (5, 7)])
+def test_warped_reads_where_each_place_was_in_the_frame_before(size):
+    """At the motion's own size and at half of it; where it was hidden nothing is added."""
+    motion = torch.zeros(5, 3, *size)
+    motion[:, 0], motion[:, 1], motion[:, 2] = 2.0, -1.0, 1.0
+    motion[:, 2, :, :2] = 0.0
+    h, w = (-(-s // 2) for s in size)
+    knobs = StylizeOptions().injection.model_copy(update={"sources": ("self", "warped", "anchor"), "attention": 0.0})
+    session = StyleSession(knobs)
+    q, k, v = torch.randn(3, 10, 2, h * w, 8).double()
+    with session.apply(0.5, TemporalContext(5, motion=motion)):
+        out = session.attend(Site("a", 0.5), q, k, v, torch.nn.functional.scaled_dot_product_attention)
+    y, x = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
+    nearby = torch.full((5, h * w, 9), -1)
+    for t in range(2, 5):
+        for n in range(h * w):
+            cx, cy = int(x.flatten()[n]) + 1, round(float(y.flatten()[n] - 0.5))
+            around = [(cx + i, cy + j) for j in (-1, 0, 1) for i in (-1, 0, 1)]
+            if size[1] % 2 == 0 and int(x.flatten()[n]) >= 1:
+                nearby[t, n] = torch.tensor(
+                    [(t - 1) * h * w + b * w + a if 0 <= a < w and 0 <= b < h else -1 for a, b in around]
+                )
+    if size[1] % 2 == 0:
+        table = source_table(5, None, ("self", "anchor"))
+        for frame in range(5):
+            wanted = brute_force(q[5:], k[5:], v[5:], table, nearby, frame)
+            torch.testing.assert_close(out[5 + frame], wanted)
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("adain", ["none", "query_key", "key_value"])
+def test_attention_across_frames_is_what_gathering_gives(adain):
+    knobs = StylizeOptions().injection.model_copy(update={"adain": adain})
+    q, k, v = torch.randn(3, 6, 2, 9, 8).double()
+    outs = []
+    for across in (None, cross_frame_attention):
+        session = StyleSession(knobs)
+        site, attend = Site("a", 0.9), torch.nn.functional.scaled_dot_product_attention
+        with session.record_style([0.4, 0.6]):
+            session.attend(
+                site, *torch.randn(3, 2, 2, 9, 8, generator=torch.Generator().manual_seed(0)).double(), attend
+            )
+        with session.apply(0.5, TemporalContext(3)):
+            outs.append(session.attend(site, q, k, v, attend, across))
+    torch.testing.assert_close(*outs)
+
+
+def test_following_the_motion_changes_the_picture(model):
+    injection = StylizeOptions().injection
+    motion = torch.zeros(5, 3, 8, 8)
+    motion[:, 0], motion[:, 2] = 1.0, 1.0
+    seen = [
+        run(
+            model, words(), 4, motion=motion,
+            options=StylizeOptions(steps=3, injection=injection.model_copy(update={"sources": ("self", *more)})),
+        )
+        for more in ((), ("warped",), ("previous",), ("warped", "anchor"))
+    ]  # fmt: skip
+    for i, a in enumerate(seen):
+        assert a.isfinite().all()
+        for b in seen[:i]:
+            assert (a - b).abs().max() > 1e-5
 
 
 @pytest.mark.parametrize("adain", ["none", "query_key", "key_value"])

@@ -26,6 +26,8 @@ class TemporalContext:
         scope: prefix of the layer keys, one per denoising step and guidance branch.
         branches: names of the ``b`` clips where a batch may hold some of them at a time; each has moments of its own.
         handed: filled by the layers with the moments at ``hand_over``; the next window's ``carry``.
+        motion: ``[t, 3, h, w]``, flow to the frame before in latent pixels and trust in 0..1, the anchor's first; None
+            where it is not known.
     """
 
     frames: int = 1
@@ -34,6 +36,7 @@ class TemporalContext:
     scope: str = ""
     branches: tuple[str, ...] = ()
     handed: dict[str, Tensor] = field(default_factory=dict)
+    motion: Tensor | None = None
 
 
 def frame_moments(h: Tensor, frames: int) -> Tensor:

@@ -10,17 +10,22 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from ...kernels.cross_frame_attention import cross_frame_attention, gathered
 from ...kernels.st_norm import affine_act, channel_moments
 from ..memory.trace import declare_cache
+from ..motion.fusion import latent_motion
+from ..motion.warp import warped_neighbourhood
 from ..style.injection import StyleInjection
 from .cross_frame_attention import source_table
 from .st_norm import TemporalContext, calibration, frame_moments
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-AttendAcross = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+AttendAcross = Callable[..., Tensor]
 # Queries, keys and values of style pictures, and moments, by site.
 StyleFeatures = tuple[dict[str, tuple[Tensor, Tensor, Tensor]], dict[str, Tensor]]
 RAMP = 0.1
+# Trust in a motion from which on it is followed.
+VISIBLE = 0.5
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ class StyleSession:
         self._mode: str | None = None
         self._progress = 0.0
         self._temporal = TemporalContext()
+        self._nearby: dict[int, Tensor] = {}
 
     @property
     def wants_style(self) -> bool:
@@ -133,8 +139,8 @@ class StyleSession:
         Args:
             q, k, v: ``[B, heads, n, d]``.
             plain: the model's own attention of q over k and v; any number of keys.
-            across: attention over frames of ``[b, t, heads, n, d]`` by a table of sources; without it keys and values are
-                gathered for ``plain``.
+            across: :func:`...kernels.cross_frame_attention.cross_frame_attention`, where it may stand for ``plain``;
+                without it keys and values are gathered for ``plain``.
         """
         if self._mode == "apply":
             return self._apply(site, q, k, v, plain, across)
@@ -148,25 +154,44 @@ class StyleSession:
         return plain(q, k, v)
 
     def _apply(self, site: Site, q: Tensor, k: Tensor, v: Tensor, plain: Attend, across: AttendAcross | None) -> Tensor:
-        frames, sources = self._temporal.frames, self.injection.sources
-        if sources == ("self",) or frames == 1:
-            out = plain(q, k, v)
-        else:
-            table = source_table(frames, q.device, sources)
-            if across is None:
-                out = plain(q, *(self._gathered(x, table) for x in (k, v)))
-            else:
-                out = across(*(x.unflatten(0, (-1, frames)) for x in (q, k, v)), table).flatten(0, 1)
+        out = self._among_frames(q, k, v, plain, across)
         share = self._share(site)
         if not share or site.key not in self._style:
             return out
-        return torch.lerp(out, self._styled(site, q, k, v, plain), share)
+        return torch.lerp(out, self._styled(site, q, k, v, plain, across), share)
 
-    def _gathered(self, x: Tensor, table: Tensor) -> Tensor:
-        x = rearrange(x, "(b t) h n d -> b t h n d", t=len(table))[:, table]
-        return rearrange(x, "b t s h n d -> (b t) h (s n) d")
+    def _among_frames(self, q: Tensor, k: Tensor, v: Tensor, plain: Attend, across: AttendAcross | None) -> Tensor:
+        """Every frame over the tokens of its sources."""
+        frames, sources = self._temporal.frames, self.injection.sources
+        if sources == ("self",) or frames == 1:
+            return plain(q, k, v)
+        table = source_table(frames, q.device, tuple(s for s in sources if s != "warped"))
+        nearby = self._tokens_before(q.shape[2]) if "warped" in sources else None
+        q, k, v = (x.unflatten(0, (-1, frames)) for x in (q, k, v))
+        if nearby is not None:
+            # Each query has tokens of its own, which no plain attention takes.
+            return (across or cross_frame_attention)(q, k, v, table, nearby=nearby).flatten(0, 1)
+        if across is None:
+            return plain(q.flatten(0, 1), gathered(k, table), gathered(v, table))
+        return across(q, k, v, table).flatten(0, 1)
 
-    def _styled(self, site: Site, q: Tensor, k: Tensor, v: Tensor, plain: Attend) -> Tensor:
+    def _tokens_before(self, count: int) -> Tensor | None:
+        """Where the motion says that each of so many tokens was in the frame before; the window's frames stand still."""
+        motion = self._temporal.motion
+        if motion is not None and count not in self._nearby:
+            height, width = motion.shape[-2:]
+            while height * width > count:
+                height, width = -(-height // 2), -(-width // 2)
+            motion = latent_motion(motion, (height, width))
+            visible = motion[:, 2] > VISIBLE
+            # The anchor has none before it, and what the window's first frame came from is not in the batch.
+            visible[:2] = False
+            self._nearby[count] = warped_neighbourhood(motion[:, :2], visible)
+        return self._nearby.get(count)
+
+    def _styled(
+        self, site: Site, q: Tensor, k: Tensor, v: Tensor, plain: Attend, across: AttendAcross | None
+    ) -> Tensor:
         """Every frame over the tokens of each style picture, the pictures' outputs mixed by their shares."""
         knobs = self.injection
         if site.key in self._content:
@@ -175,24 +200,44 @@ class StyleSession:
         out = None
         for i, share in enumerate(self.shares):
             picture = [x[i : i + 1] for x in self._style[site.key]]
-            query, keys, values = self._tokens(q, k, v, *picture)
-            one = plain(query * knobs.temperature, keys, values) * share
+            one = self._over_picture(q, k, v, *picture, plain, across) * share
             out = one if out is None else out + one
         return out
 
-    def _tokens(self, q: Tensor, k: Tensor, v: Tensor, sq: Tensor, sk: Tensor, sv: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values after AdaIN."""
-        whole_k, whole_v = (x.expand(len(q), -1, -1, -1) for x in (sk, sv))
-        if self.injection.adain == "query_key":
-            keys = torch.cat([_adain(k, sk), whole_k], dim=2)
-            return _adain(q, sq), keys, torch.cat([v, whole_v], dim=2)
-        if self.injection.adain == "key_value":
-            begin, end = self.injection.blend
+    def _over_picture(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sq: Tensor,
+        sk: Tensor,
+        sv: Tensor,
+        plain: Attend,
+        across: AttendAcross | None,
+    ) -> Tensor:
+        """Every frame over one picture's tokens, after AdaIN."""
+        knobs = self.injection
+        keys, values = (x.expand(len(q), -1, -1, -1) for x in (sk, sv))
+        if knobs.adain == "query_key":
+            affines = adain_affine(q, sq), adain_affine(k, sk)
+            if across is not None:
+                own = torch.arange(len(q), device=q.device)[:, None]
+                return across(
+                    q[None], k[None], v[None], own, sk, sv, temperature=knobs.temperature,
+                    affines=tuple(a[:, None] for a in affines),
+                )[0]  # fmt: skip
+            q, k = (_moved(x, a) for x, a in zip((q, k), affines, strict=True))
+            keys, values = torch.cat([k, keys], dim=2), torch.cat([v, values], dim=2)
+        if knobs.adain == "key_value":
+            begin, end = knobs.blend
             b = begin + (end - begin) * self._progress
             # A clip's tokens are those of several frames; the picture's are met by each of them.
-            whole_k, whole_v = (x.repeat(1, 1, k.shape[2] // x.shape[2], 1) for x in (whole_k, whole_v))
-            return q, torch.lerp(whole_k, _adain(k, sk), b), torch.lerp(whole_v, _adain(v, sv), b)
-        return q, whole_k, whole_v
+            keys, values = (x.repeat(1, 1, k.shape[2] // x.shape[2], 1) for x in (keys, values))
+            keys, values = (
+                torch.lerp(whole, _moved(x, adain_affine(x, style)), b)
+                for whole, x, style in ((keys, k, sk), (values, v, sv))
+            )
+        return plain(q * knobs.temperature, keys, values)
 
     def norm_hook(self, site: Site) -> Callable[..., Tensor]:
         """:meth:`normalise` as a forward hook of a norm."""
@@ -249,7 +294,29 @@ def _pooled(moments: Tensor, shares: list[float]) -> Tensor:
     return sum(m * share for m, share in zip(moments, shares, strict=True))
 
 
-def _adain(x: Tensor, style: Tensor, eps: float = 1e-5) -> Tensor:
-    """Tokens ``[B, h, n, d]`` with the mean and deviation over tokens of ``style [1, h, m, d]`` (Huang and Belongie 2017)."""
-    mean, std = x.mean(2, keepdim=True), x.std(2, keepdim=True) + eps
-    return (x - mean) / std * (style.std(2, keepdim=True) + eps) + style.mean(2, keepdim=True)
+def adain_affine(x: Tensor, style: Tensor, eps: float = 1e-5) -> Tensor:
+    """AdaIN over tokens as a scale and a shift (Huang and Belongie 2017, eq. 8).
+
+    Args:
+        x: tokens ``[B, heads, n, d]``. style: ``[1, heads, m, d]``, whose mean and deviation they take.
+
+    Returns:
+        float32 ``[2, B, heads, d]``.
+    """
+    (mean, std), (to_mean, to_std) = (_token_statistics(y, eps) for y in (x, style))
+    scale = to_std / std
+    return torch.stack([scale, to_mean - mean * scale])
+
+
+def _token_statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Mean and deviation over tokens, float32 ``[B, heads, d]``."""
+    count = x.shape[2]
+    moments = channel_moments(rearrange(x, "b h n d -> b (h d) n 1")).unflatten(-1, (x.shape[1], -1))
+    mean, second = moments.unbind(1)
+    variance = (second - mean.square()).clamp(min=0) * (count / max(1, count - 1))
+    return mean, variance.sqrt() + eps
+
+
+def _moved(x: Tensor, affine: Tensor) -> Tensor:
+    scale, shift = affine[..., None, :]
+    return (x * scale + shift).to(x.dtype)

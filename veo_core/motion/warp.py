@@ -43,6 +43,25 @@ def warp(image: Tensor, flow: Tensor, mode: str = "bilinear") -> Tensor:
     return sample_at(image, pixel_grid(*flow.shape[-2:], flow.device, flow.dtype) + flow, mode)
 
 
+def warped_neighbourhood(flow: Tensor, visible: Tensor) -> Tensor:
+    """Of the frame before, the 3x3 tokens where each token was.
+
+    Args:
+        flow: ``[t, 2, h, w]``, from each frame to the one before, in tokens. visible: bool ``[t, h, w]``, whether it was seen.
+
+    Returns:
+        int64 ``[t, h w, 9]``, ``frame * h * w + token``; -1 for what lies outside the frame or was not seen, and throughout
+        for the first frame.
+    """
+    t, _, h, w = flow.shape
+    centre = (pixel_grid(h, w, flow.device) + flow).round().long()
+    around = pixel_grid(3, 3, flow.device, torch.int64).flatten(1) - 1
+    x, y = (centre.flatten(2)[..., None] + around[:, None]).unbind(1)
+    inside = (x >= 0) & (x < w) & (y >= 0) & (y < h) & visible.flatten(1)[..., None]
+    before = torch.arange(t, device=flow.device)[:, None, None] - 1
+    return torch.where(inside & (before >= 0), before * h * w + y * w + x, -1)
+
+
 def visible_mask(flow: Tensor, reverse: Tensor) -> Tensor:
     """Pixels whose match is seen in the other frame: the forward-backward test of Lai et al. 2018, eq. 3.
 

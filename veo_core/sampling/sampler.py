@@ -80,9 +80,11 @@ class WindowJob:
         return [frame_generator(self.options.seed, f, "steps") for f in self.frames]
 
     def temporal(self, index: int) -> TemporalContext:
-        """Layout of the frames at a step, and the moments carried from the window before."""
+        """Layout of the frames at a step, their motion, and the moments carried from the window before."""
         hand_over = None if self.window.last else self.stride - 1
-        return TemporalContext(len(self.content), self.state.moments, hand_over, f"{index}.", self._handed)
+        return TemporalContext(
+            len(self.content), self.state.moments, hand_over, f"{index}.", handed=self._handed, motion=self.motion
+        )
 
     def fuse(self, index: int, clean: Tensor) -> Tensor:
         """Cross-fades the clean latents predicted at a step with those that the window before predicted at that step.

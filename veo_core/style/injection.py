@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 if TYPE_CHECKING:
     from .encoder import Style
 
 Preset = Literal["faithful", "balanced", "strong"]
-Source = Literal["self", "previous", "anchor", "next"]
+Source = Literal["self", "previous", "anchor", "next", "warped"]
 
 
 _SHARES = ("attention", "norm", "latent_norm", "start_adain")
@@ -35,7 +35,8 @@ class StyleInjection(BaseModel):
             carry composition, late ones texture and colour.
         steps: from where to where along the steps style enters. Ending early leaves details to the prompt.
         sources: frames whose tokens each frame reads in every self-attention. More of them flicker less, cost more, and
-            smear faster motion; only "self" makes frames independent.
+            smear faster motion; only "self" makes frames independent. "warped" beside them is of the frame before what
+            the motion says each place was there, and the eight tokens around it: few, and none where it was hidden.
         norm: share of ST-Norm in the up path's group norms: frames take the style's contrast there, steadily.
         latent_norm: share of ST-Norm in the predicted clean latents: steadier colour and exposure.
         start_adain: share of the style's moments in the latents that denoising starts from: overall colour.
@@ -58,6 +59,13 @@ class StyleInjection(BaseModel):
     latent_norm: float = Field(0.5, ge=0, le=1)
     start_adain: float = Field(0.8, ge=0, le=1)
     inversion: bool = False
+
+    @field_validator("sources")
+    @classmethod
+    def _reads_a_frame(cls, sources: tuple[Source, ...]) -> tuple[Source, ...]:
+        if set(sources) == {"warped"}:
+            raise ValueError("a place that was hidden would read nothing; add self or another frame")
+        return sources
 
     def for_style(self, style: Style, strength: float) -> StyleInjection:
         """The same with every share multiplied by the run's strength and the style's weight, up to 1 in all.
