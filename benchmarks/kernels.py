@@ -21,6 +21,7 @@ from comfyui_veostyle.kernels import cross_frame_attention as attention
 from comfyui_veostyle.kernels import fp8_linear, kv_int4, lora_slots, st_norm
 from comfyui_veostyle.kernels.block_mask import choose_blocks
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from triton.testing import do_bench, do_bench_cudagraph
 
 SHAPES = {
@@ -37,6 +38,8 @@ MAPS = [
     (1, 128, 512, 512), (1, 512, 64, 64), (2, 320, 64, 64), (2, 1280, 8, 8),
 ]  # fmt: skip
 MIB = 1 << 20
+FLEX_BLOCK = 128
+compiled_flex = torch.compile(flex_attention, dynamic=False)
 Row = dict[str, float | str]
 
 
@@ -87,8 +90,41 @@ def extra_memory(job: Callable) -> float:
     return (torch.cuda.max_memory_allocated() - before - out.nbytes) / MIB
 
 
+def flex(given: tuple) -> Callable:
+    """PyTorch's FlexAttention over whole blocks of the frames listed; a frame listed twice counts once there."""
+    q, k, v, table, style_k, style_v = given
+    frames, n = q.shape[1], q.shape[3]
+    a_frame = torch.arange(n // FLEX_BLOCK, device=q.device)
+    style = frames * len(a_frame) + torch.arange(style_k.shape[2] // FLEX_BLOCK, device=q.device)
+    every = frames * len(a_frame) + len(style)
+    counts, rows = [], []
+    for sources in table.tolist():
+        blocks = torch.cat([*(s * len(a_frame) + a_frame for s in sorted(set(sources))), style])
+        counts += [len(blocks)] * len(a_frame)
+        rows += [F.pad(blocks, (0, every - len(blocks)))] * len(a_frame)
+    counts, rows = torch.tensor(counts, device=q.device).int()[None, None], torch.stack(rows).int()[None, None]
+
+    def listed(b: torch.Tensor, h: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (table[query // n] == key // n).any() | (key >= frames * n)
+
+    mask = BlockMask.from_kv_blocks(
+        torch.zeros_like(counts), torch.zeros_like(rows), counts, rows, BLOCK_SIZE=FLEX_BLOCK, mask_mod=listed,
+        seq_lengths=(frames * n, frames * n + style_k.shape[2]),
+    )  # fmt: skip
+
+    def joined(x: torch.Tensor, style: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x.transpose(1, 2).flatten(2, 3), style], 2)
+
+    def run() -> torch.Tensor:
+        query = q.transpose(1, 2).flatten(2, 3)
+        out = compiled_flex(query, joined(k, style_k), joined(v, style_v), block_mask=mask)
+        return out.unflatten(2, (frames, n)).transpose(1, 2)
+
+    return run
+
+
 def attentions() -> Iterator[Row]:
-    """Four sources and 256 style tokens, read in place, against gathering and PyTorch's attentions."""
+    """Four sources and 256 style tokens, read in place, against gathering and PyTorch's attentions, and FlexAttention."""
     for name, (heads, n, d) in SHAPES.items():
         given = inputs(heads, n, d)
         wrong = error(attention.cross_frame_attention(*given), given)
@@ -97,16 +133,49 @@ def attentions() -> Iterator[Row]:
             with sdpa_kernel(backend):
                 peers[peer] = replayed(lambda given=given: attention.reference(*given))
         ours = replayed(lambda given=given: attention.cross_frame_attention(*given))
+        by_flex = flex(given)
+        inner = slice(1, FRAMES - 1)
+        unlike = float((by_flex() - attention.cross_frame_attention(*given))[:, inner].float().abs().max())
+        if unlike > 1e-2:
+            raise RuntimeError(f"FlexAttention differs by {unlike:.2g}: not the same job")
         operations = 4 * FRAMES * heads * n * (SOURCES * n + STYLE) * d
         yield {
             "shape": name,
             "ours ms": ours,
             **{f"gather + {p} ms": ms for p, ms in peers.items()},
+            "FlexAttention ms": replayed(by_flex),
             "times faster": min(peers.values()) / ours,
             "TFLOP/s": operations / ours / 1e9,
             "error": wrong,
             "extra MiB": extra_memory(lambda given=given: attention.cross_frame_attention(*given)),
             "peer's extra MiB": extra_memory(lambda given=given: attention.reference(*given)),
+        }
+
+
+def additions() -> Iterator[Row]:
+    """What AdaIN of queries and keys, weights, and nine tokens nearby cost; and AdaIN and gathering by PyTorch."""
+    for name, (heads, n, d) in SHAPES.items():
+        q, k, v, table, *style = inputs(heads, n, d)
+        affines = tuple(torch.rand(2, *x.shape[:3], d, device="cuda") + 0.5 for x in (q, k))
+        around = torch.arange(n, device="cuda")[:, None] + torch.arange(-4, 5, device="cuda")
+        nearby = torch.arange(FRAMES, device="cuda")[:, None, None] * n + around.clamp(0, n - 1)
+        options = {
+            "plain": {}, "AdaIN": {"affines": affines}, "nearby": {"nearby": nearby},
+            "weights": {"weights": torch.rand(SOURCES + 1, device="cuda") + 0.5},
+        }  # fmt: skip
+        exact = attention.reference(
+            *(x.double() for x in (q[:, :2], k, v)), table[:2], *(x.double() for x in style),
+            affines=(affines[0][:, :, :2].double(), affines[1].double()),
+        )  # fmt: skip
+        got = attention.cross_frame_attention(q, k, v, table, *style, affines=affines)[:, :2]
+        yield {
+            "shape": name,
+            **{
+                f"{what} ms": replayed(lambda: attention.cross_frame_attention(q, k, v, table, *style, **more))  # noqa: B023
+                for what, more in options.items()
+            },
+            "AdaIN by PyTorch ms": replayed(lambda: attention.reference(q, k, v, table, *style, affines=affines)),  # noqa: B023
+            "error with AdaIN": float((got.double() - exact).norm() / exact.norm()),
         }
 
 
@@ -293,6 +362,7 @@ def networks() -> Iterator[Row]:
 
 SECTIONS = {
     "attention": attentions,
+    "additions": additions,
     "sparse": sparse,
     "four bits": four_bits,
     "norm": norms,

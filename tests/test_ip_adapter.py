@@ -150,6 +150,21 @@ def test_agrees_with_diffusers(architecture, kind, tower_file, tmp_path):
     assert torch.equal(made.unet(**inputs(made.unet)).sample, base)
 
 
+def test_the_image_encoder_is_fp8_where_the_model_is(tower_file, tmp_path):
+    from comfyui_veostyle.veo_core.backbones import load_backbone
+
+    path = tiny.save_checkpoint(tiny.parts(), tmp_path / "a.safetensors")
+    adapter = ip_adapter_file(tmp_path / "ip.safetensors", tiny.parts().unet)
+    plain, narrow = (
+        load_backbone(path, torch.device("cpu"), weight_dtype=w).with_ip_adapter(adapter, tower_file)
+        for w in (None, "fp8_e4m3fn")
+    )
+    towers = [sum(p.nbytes for p in m.ip_adapter.tower.parameters()) for m in (plain, narrow)]
+    assert towers[1] < 0.7 * towers[0]
+    wanted, got = (m.ip_adapter.tokens([picture()], [1.0])[0] for m in (plain, narrow))
+    assert 0 < (got - wanted).norm() / wanted.norm() < 0.1
+
+
 def test_in_a_run(tower_file, tmp_path):
     model = tiny.backbone()
     path = ip_adapter_file(tmp_path / "ip.safetensors", model.unet)

@@ -194,13 +194,15 @@ class Strengths:
     """Strengths of the adapters that are in place; 0 takes one out of the computation.
 
     Attributes:
-        on_device: the same numbers ``[adapters]`` in float32, which layers with slots read.
+        on_device: the same numbers ``[adapters]`` in float32.
         read_as_numbers: adapters that a layer reads out of ``values``.
     """
 
     def __init__(self, values: list[float], device: torch.device):
         self.on_device = torch.zeros(len(values), device=device)
         self.read_as_numbers: set[int] = set()
+        self._by_rank: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._values: list[float] = []
         self.values = values
 
     @property
@@ -209,8 +211,22 @@ class Strengths:
 
     @values.setter
     def values(self, values: list[float]) -> None:
+        if values == self._values:
+            return
         self._values = values
         self.on_device.copy_(torch.tensor(values))
+        for index, scales, ranked in self._by_rank:
+            torch.mul(self.on_device[index], scales, out=ranked)
+
+    def by_rank(self, index: Tensor, scales: Tensor) -> Tensor:
+        """Strengths of a layer's ranks ``[ranks]``, which follow ``values`` in place.
+
+        Args:
+            index: which adapter each rank is of. scales: of the adapters, by rank.
+        """
+        ranked = self.on_device[index] * scales
+        self._by_rank.append((index, scales, ranked))
+        return ranked
 
     @property
     def captured(self) -> tuple[float, ...]:
@@ -232,8 +248,9 @@ def injected(model: nn.Module, part: str, loras: tuple[LoRA, ...]) -> Iterator[S
             module = model.get_submodule(layer)
             dtype = compute_dtype(module)
             moved = [(n, a.with_factors(lambda v, d=dtype: v.to(device, d))) for n, a in adapters]
-            in_slots = [(n, a) for n, a in moved if isinstance(module, nn.Linear) and a.is_plain]
-            others = [(n, a) for n, a in moved if (n, a) not in in_slots]
+            linear = isinstance(module, nn.Linear)
+            in_slots = [(n, a) for n, a in moved if linear and a.is_plain]
+            others = [(n, a) for n, a in moved if not (linear and a.is_plain)]
             strengths.read_as_numbers |= {n for n, _ in others}
             hooks = [_slots(in_slots, strengths)] if in_slots else []
             hooks += [_bypass(others, strengths)] if others else []
@@ -250,11 +267,12 @@ def _slots(adapters: list[tuple[int, Adapter]], strengths: Strengths) -> Callabl
     ranks = torch.tensor([len(a.factors["down"]) for _, a in adapters])
     index = torch.tensor(numbers).repeat_interleave(ranks).to(down.device)
     scales = torch.tensor([a.scale for _, a in adapters]).repeat_interleave(ranks).to(down.device)
+    ranked = strengths.by_rank(index, scales)
 
     def hook(module, inputs, output):
         if not any(strengths.values[n] for n in numbers):
             return output
-        return lora_slots(output, inputs[0], down, up, strengths.on_device[index] * scales)
+        return lora_slots(output, inputs[0], down, up, ranked)
 
     return hook
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...cuda_graphs import LAUNCH_BOUND, CudaGraphs, captures
 from ...errors import InputError, ModelError
-from ...layers.fp8 import WEIGHT_DTYPES, to_fp8
+from ...layers.fp8 import WEIGHT_DTYPES, Fp8Linear, to_fp8
 from ...layers.st_norm import TemporalContext, calibrate
 from ...layers.style_session import StyleFeatures, StyleSession, pooled_moments
 from ...lora.injector import LoRA, injected, load_lora
@@ -126,6 +126,8 @@ class StableDiffusionBackbone:
         architecture = "sdxl" if self.text.skip else "sd15"
         changed.ip_adapter = load_ip_adapter(path, clip_vision, self.unet, architecture, blocks, download)
         changed.digest = f"{self.digest}-{changed.ip_adapter.digest}"
+        if any(isinstance(m, Fp8Linear) for m in self.unet.modules()):
+            to_fp8(changed.ip_adapter.tower)
         added = [p for m in changed.ip_adapter.modules() for p in m.parameters()]
         changed.weight_bytes = self.weight_bytes + sum(p.nbytes for p in added)
         changed.module = nn.ModuleList([*self.module, *changed.ip_adapter.modules()])
@@ -427,7 +429,8 @@ def load(
         path: a safetensors file or a diffusers folder. motion: AnimateDiff's motion modules, SD 1.5 only.
         prediction: ``epsilon`` or ``v_prediction``, for files that do not tell which they were trained for.
         dtype: computed in; None is fp16 on a GPU and float32 on the CPU.
-        weight_dtype: ``fp8_e4m3fn`` keeps the linear layers of the UNet and the text encoders so; None keeps ``dtype``.
+        weight_dtype: ``fp8_e4m3fn`` keeps the linear layers of the UNet, the text encoders, and an IP-Adapter's image
+            encoder so; None keeps ``dtype``.
 
     Raises:
         ModelError: what is wrong with the file, and what was expected.
