@@ -243,6 +243,25 @@ def test_attention_across_frames_is_what_gathering_gives(adain):
     torch.testing.assert_close(*outs)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("adain", ["query_key", "key_value"])
+def test_what_the_kernels_do_for_a_session_is_what_plain_attention_does(adain):
+    knobs = {"adain": adain, "sources": ("self", "warped", "anchor")}
+    session = StyleSession(StylizeOptions().injection.model_copy(update=knobs))
+    given = torch.randn(6, 6, 8, 256, 40) * 1.5 + 0.5
+    motion = torch.rand(3, 3, 16, 16) * torch.tensor([3.0, 3.0, 1.0]).view(3, 1, 1)
+    site, attend = Site("a", 0.9), torch.nn.functional.scaled_dot_product_attention
+    outs = []
+    for change, across in ((lambda x: x.double(), None), (lambda x: x.cuda().half(), cross_frame_attention)):
+        q, k, v, *style = map(change, given)
+        session = StyleSession(session.injection)
+        with session.record_style([1.0]):
+            session.attend(site, *(x[:1] for x in style), attend)
+        with session.apply(0.5, TemporalContext(3, motion=change(motion).float())):
+            outs.append(session.attend(site, q, k, v, attend, across).cpu().double())
+    assert (outs[1] - outs[0]).norm() / outs[0].norm() < 2e-3
+
+
 def test_following_the_motion_changes_the_picture(model):
     injection = StylizeOptions().injection
     motion = torch.zeros(5, 3, 8, 8)
