@@ -89,26 +89,33 @@ def group_norm(
 @jit
 def _moments(
     x, out, n_step, c_step, p_step, channels, pixels, chunk,
-    CHANNELS: tl.constexpr, PIXELS: tl.constexpr,
+    CHANNELS: tl.constexpr, PIXELS: tl.constexpr, EVEN: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
+    # What lies side by side in memory is the tile's second dimension, or Triton turns every tile around.
+    over: tl.constexpr = 0 if LAST else 1
     split, n = tl.program_id(0), tl.program_id(2)
-    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    base = x + n.to(tl.int64) * n_step + c[:, None].to(tl.int64) * c_step
+    c, p = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, PIXELS)
+    x += n.to(tl.int64) * n_step
     # Differences from a pixel of the channel's own: a mean far from 0 would swallow the deviations.
-    origin = tl.load(base, mask=c[:, None] < channels, other=0.0).to(tl.float32)
-    sums = tl.zeros([CHANNELS, PIXELS], tl.float32)
-    squares = tl.zeros([CHANNELS, PIXELS], tl.float32)
+    origin = tl.load(x + c.to(tl.int64) * c_step, mask=c < channels, other=0.0).to(tl.float32)
+    at_c, at_p = tl.expand_dims(c, over), tl.expand_dims(p, 1 - over)
+    sums = tl.zeros([PIXELS, CHANNELS] if LAST else [CHANNELS, PIXELS], tl.float32)
+    squares = tl.zeros_like(sums)
     first = split * chunk
-    for begin in range(first, min(first + chunk, pixels), PIXELS):
-        p = begin + tl.arange(0, PIXELS)
-        inside = (c[:, None] < channels) & (p[None, :] < min(first + chunk, pixels))
-        value = tl.load(base + p[None, :].to(tl.int64) * p_step, mask=inside, other=0.0).to(tl.float32)
-        value = tl.where(inside, value - origin, 0.0)
+    last = min(first + chunk, pixels)
+    for begin in range(first, last, PIXELS):
+        place = x + at_c.to(tl.int64) * c_step + (begin + at_p).to(tl.int64) * p_step
+        if EVEN:
+            value = tl.load(place).to(tl.float32) - tl.expand_dims(origin, over)
+        else:
+            inside = (at_c < channels) & (begin + at_p < last)
+            value = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+            value = tl.where(inside, value - tl.expand_dims(origin, over), 0.0)
         sums += value
         squares += value * value
     place = out + (n * tl.num_programs(0) + split) * 2 * channels + c
-    tl.store(place, tl.sum(sums, 1), mask=c < channels)
-    tl.store(place + channels, tl.sum(squares, 1), mask=c < channels)
+    tl.store(place, tl.sum(sums, over), mask=c < channels)
+    tl.store(place + channels, tl.sum(squares, over), mask=c < channels)
 
 
 @jit
@@ -212,11 +219,14 @@ def _partial_sums(h: Tensor, n_step: int, c_step: int, p_step: int) -> Tensor:
     tile = _tile(channels, pixels, c_step)
     blocks = triton.cdiv(channels, tile["CHANNELS"])
     # Enough programs to fill any chip, each with a few tiles. How a frame is split must not depend on how many there are.
-    splits = max(1, min(triton.cdiv(pixels, 4 * tile["PIXELS"]), 64, triton.cdiv(4096, blocks)))
+    splits = max(1, min(triton.cdiv(pixels, 4 * tile["PIXELS"]), 256, triton.cdiv(4096, blocks)))
     chunk = triton.cdiv(triton.cdiv(pixels, splits), tile["PIXELS"]) * tile["PIXELS"]
     splits = triton.cdiv(pixels, chunk)
     out = torch.empty(n, splits, 2, channels, device=h.device)
-    _moments[(splits, blocks, n)](h, out, n_step, c_step, p_step, channels, pixels, chunk, **tile)
+    even = pixels % tile["PIXELS"] == 0 and channels % tile["CHANNELS"] == 0
+    _moments[(splits, blocks, n)](
+        h, out, n_step, c_step, p_step, channels, pixels, chunk, EVEN=even, LAST=c_step == 1, **tile
+    )
     return out
 
 
