@@ -267,11 +267,7 @@ def main() -> None:
     gc.collect()
     torch.cuda.empty_cache()
     if a.before:
-        half = str(a.frames // 2)
-        shown(
-            f"the same before, {half} frames",
-            alone("--rows", "words, cross-frame", "--json", "--frames", half, folder=a.before),
-        )
+        shown("the same before", alone("--rows", "words, cross-frame", "--json", folder=a.before))
     for name in ("AnimateDiff",) if a.headline else ("one frame at a time", "16 at a time", "AnimateDiff"):
         if a.headline or not wanted or any(w in name for w in wanted):
             # It takes 16 frames at a time, each on their own: fewer of them say as much.
