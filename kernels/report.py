@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from . import cross_frame_attention as attention
 from . import cross_frame_attention_hopper as hopper
-from . import fp8_linear, kv_int4, lora_slots, st_norm
+from . import fp8_linear, kv_int4, lora_slots, nearby_tokens, st_norm
 from ._triton import state
 
 REPEATS = 10
@@ -75,7 +75,14 @@ def _fp8_state() -> tuple[str, str]:
     return "pytorch", "the chip has no FP8 products; weights are widened"
 
 
-NAMES = ("cross-frame attention", "group norm, ST-Norm", "4-bit keys and values", "adapter slots", "FP8 linear")
+NAMES = (
+    "cross-frame attention",
+    "nearby tokens",
+    "group norm, ST-Norm",
+    "4-bit keys and values",
+    "adapter slots",
+    "FP8 linear",
+)
 Job = tuple[Callable[[], Any], Callable[[], Any], Any]
 
 
@@ -87,6 +94,9 @@ def _jobs() -> list[Job]:
     this = torch.arange(8, device="cuda")
     table = torch.stack([torch.zeros_like(this), (this - 1).clamp(min=0), this], 1)
     kernel = hopper._attend if hopper.takes(80) else attention._attend
+    around = torch.arange(1024, device="cuda")[:, None] + torch.arange(-4, 5, device="cuda")
+    nearby = 1024 * this[:, None, None] + around.clamp(0, 1023)
+    out, logsums = torch.empty_like(q), torch.zeros(q.shape[:-1], device="cuda")
     h, weight, bias = half(8, 320, 64, 64), half(320), half(320)
     packed = kv_int4.pack(half(8, 1024, 64), half(8, 1024, 64))
     on_cpu = kv_int4.PackedKV(*(x.cpu() for x in vars(packed).values()))
@@ -97,6 +107,13 @@ def _jobs() -> list[Job]:
     narrow = fp8_linear.quantise(layer)
     return [
         (lambda: attention.cross_frame_attention(q, k, v, table), lambda: attention.reference(q, k, v, table), kernel),
+        (
+            lambda: nearby_tokens.add_nearby(out, logsums, q, k, v, nearby, None, 0.1),
+            lambda: F.scaled_dot_product_attention(
+                q[..., None, :], *(nearby_tokens.nearby_tokens(x, nearby) for x in (k, v))
+            ),
+            nearby_tokens._add,
+        ),
         (
             lambda: st_norm.group_norm(h, 32, weight, bias, 1e-5, silu=True),
             lambda: F.silu(F.group_norm(h, 32, weight, bias, 1e-5)),
