@@ -156,7 +156,7 @@ def additions() -> Iterator[Row]:
     """What AdaIN of queries and keys, weights, and nine tokens nearby cost; and AdaIN and gathering by PyTorch."""
     for name, (heads, n, d) in SHAPES.items():
         q, k, v, table, *style = inputs(heads, n, d)
-        affines = tuple(torch.rand(2, *x.shape[:3], d, device="cuda") + 0.5 for x in (q, k))
+        affines = tuple(torch.rand(*x.shape[:3], 3, d, device="cuda") + 0.5 for x in (q, k))
         around = torch.arange(n, device="cuda")[:, None] + torch.arange(-4, 5, device="cuda")
         nearby = torch.arange(FRAMES, device="cuda")[:, None, None] * n + around.clamp(0, n - 1)
         options = {
@@ -165,7 +165,7 @@ def additions() -> Iterator[Row]:
         }  # fmt: skip
         exact = attention.reference(
             *(x.double() for x in (q[:, :2], k, v)), table[:2], *(x.double() for x in style),
-            affines=(affines[0][:, :, :2].double(), affines[1].double()),
+            affines=(affines[0][:, :2].double(), affines[1].double()),
         )  # fmt: skip
         got = attention.cross_frame_attention(q, k, v, table, *style, affines=affines)[:, :2]
         yield {

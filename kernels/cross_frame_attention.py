@@ -65,15 +65,21 @@ def cross_frame_attention(
         temperature: factor on the logits, above 0.
         kept: int32 ``[b, t, heads, query blocks, count]``: the distinct blocks of keys that each block of queries reads,
             source by source, as of :func:`.block_mask.choose_blocks`; the style's tokens are always read.
-        affines: float32 ``[2, b, t, heads, d]`` and ``[2, b, t', heads, d]``, contiguous: scale and shift of each frame's
-            queries, and of its keys, before they meet; the style's keys are left alone. AdaIN of queries and keys to a
-            picture's statistics (StyleAligned, Hertz et al. 2024, eq. 3) is that.
+        affines: float32 ``[b, t, heads, 3, d]`` and ``[b, t', heads, 3, d]``: what :func:`apply_affine` does to each
+            frame's queries, and to its keys, before they meet; the style's keys are left alone. AdaIN of queries and
+            keys to a picture's statistics (StyleAligned, Hertz et al. 2024, eq. 3) is that. Queries times the keys'
+            scales must lie within half precision.
         nearby: int64 ``[t, n, m]``, tokens that each query reads besides, as ``frame * n + token``; -1 is none. Such as the
             3x3 around where the motion says a token was in the frame before.
 
     Returns:
         ``[b, t, heads, n, d]`` in q's dtype.
+
+    Raises:
+        ValueError: nearby is not of q's frames and tokens.
     """
+    if nearby is not None and nearby.shape[:2] != (q.shape[1], q.shape[3]):
+        raise ValueError(f"nearby: {list(nearby.shape[:2])} is not {[q.shape[1], q.shape[3]]}, q's frames and tokens")
     scale = temperature * q.shape[-1] ** -0.5
     if style_k is not None and not style_k.shape[2]:
         style_k = style_v = None
@@ -106,11 +112,12 @@ def reference(
     scale = temperature * d**-0.5
     style = 0 if style_k is None else style_k.shape[2]
     if affines is not None:
-        q, k = (_affine(x, a) for x, a in zip((q, k), affines, strict=True))
+        q, k = (apply_affine(x, a) for x, a in zip((q, k), affines, strict=True))
     mask = None
     if weights is not None:
         counts = torch.tensor([n] * sources.shape[1] + [style], device=q.device)
-        mask = weights.to(q.dtype).log().repeat_interleave(counts)[None, None, None]
+        logs = weights.double().clamp(min=LEAST_WEIGHT).log().to(q.dtype)
+        mask = logs.repeat_interleave(counts)[None, None, None]
     if kept is not None:
         read = _read_tokens(kept, n, sources.shape[1], block_sizes(d)).flatten(0, 1)
         read = F.pad(read, (0, style), value=True)
@@ -134,6 +141,8 @@ def _with_nearby(
 ) -> Tensor:
     """With tokens of each query's own; by some queries at a time, since PyTorch's attention gives no sum to join them to."""
     out = torch.empty_like(q)
+    q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
+    style_k, style_v = (None if x is None else x.to(q.dtype) for x in (style_k, style_v))
     b, frames, heads, n, _ = q.shape
     mask = q.new_zeros(()) if mask is None else mask
     for t in range(frames):
@@ -147,7 +156,7 @@ def _with_nearby(
             own = torch.einsum("bhrd,bhrmd->bhrm", query, near_k) * scale
             own = own.masked_fill(near < 0, float("-inf"))
             share, own = torch.cat([logits, own], -1).softmax(-1).split([keys.shape[-2], near.shape[-1]], -1)
-            out[:, t, :, rows] = share @ values + torch.einsum("bhrm,bhrmd->bhrd", own, near_v)
+            out[:, t, :, rows] = (share @ values + torch.einsum("bhrm,bhrmd->bhrd", own, near_v)).to(out.dtype)
     return out
 
 
@@ -157,9 +166,19 @@ def gathered(x: Tensor, sources: Tensor, style: Tensor | None = None) -> Tensor:
     return x if style is None else torch.cat([x, style.repeat_interleave(len(sources), dim=0)], dim=2)
 
 
-def _affine(x: Tensor, affine: Tensor) -> Tensor:
-    scale, shift = affine.to(x.dtype)[..., None, :]
-    return x * scale + shift
+def apply_affine(x: Tensor, affine: Tensor) -> Tensor:
+    """``(x - centre) * scale + shift`` by channel, in single precision, or double where x is.
+
+    The centre stands apart from the shift, so that a mean far above the deviations is taken away and not rounded.
+
+    Args:
+        x: ``[..., n, d]``. affine: ``[..., 3, d]``, scale, centre and shift.
+
+    Returns:
+        ``[..., n, d]`` in x's dtype.
+    """
+    scale, centre, shift = affine[..., None, :].unbind(-3)
+    return ((x - centre) * scale + shift).to(x.dtype)
 
 
 def _read_tokens(kept: Tensor, tokens: int, sources: int, sizes: tuple[int, int]) -> Tensor:
@@ -219,27 +238,31 @@ def _step(
 
 
 @jit
-def _moved(query, affine, step, channels, D: tl.constexpr):
-    """Queries after a scale and a shift by channel, in single precision."""
+def _moved(query, affine, channels, D: tl.constexpr):
+    """Queries after their affine."""
     inside = channels < D
-    scale, shift = (
-        tl.load(affine + channels, mask=inside, other=0.0),
-        tl.load(affine + step + channels, mask=inside, other=0.0),
-    )
-    return query.to(tl.float32) * scale[None, :] + shift[None, :]
+    scale = tl.load(affine + channels, mask=inside, other=0.0)
+    centre = tl.load(affine + D + channels, mask=inside, other=0.0)
+    shift = tl.load(affine + 2 * D + channels, mask=inside, other=0.0)
+    return ((query.to(tl.float32) - centre[None, :]) * scale[None, :] + shift[None, :]).to(query.dtype)
 
 
 @jit
-def _for_source(
-    query, bias, moved, affine, step, source, k_frame, channels, scale, D: tl.constexpr, AFFINE: tl.constexpr
-):
-    """Queries that a source's keys are met by, and a bias a row: ``q' . (a k + c) = (a q') . k + q' . c``."""
+def _for_source(moved, bias, affine, source, k_frame, channels, scale, D: tl.constexpr, AFFINE: tl.constexpr):
+    """Queries that a source's keys are met by, and a bias a row: ``q . (a (k - m) + c) = (a q) . k + q . c - (a q) . m``.
+
+    The bias is of the queries as rounded, here and for the style's keys: what rounding does to them all falls out.
+    """
+    query = moved
     if AFFINE:
         inside = channels < D
         affine += source * k_frame
-        shift = tl.load(affine + step + channels, mask=inside, other=0.0)
-        bias += tl.sum(moved * shift[None, :], 1) * scale
-        query = (moved * tl.load(affine + channels, mask=inside, other=0.0)[None, :]).to(query.dtype)
+        factor = tl.load(affine + channels, mask=inside, other=0.0)
+        centre = tl.load(affine + D + channels, mask=inside, other=0.0)
+        shift = tl.load(affine + 2 * D + channels, mask=inside, other=0.0)
+        whole = moved.to(tl.float32)
+        query = (whole * factor[None, :]).to(moved.dtype)
+        bias += tl.sum(whole * shift[None, :] - query.to(tl.float32) * centre[None, :], 1) * scale
     return query, bias
 
 
@@ -263,12 +286,10 @@ def _attend(
     total = tl.zeros([QUERIES], tl.float32)
     sums = tl.zeros([QUERIES, PADDED], tl.float32)
     none = tl.zeros([QUERIES], tl.float32)
-    batch = tl.num_programs(1) // (heads * frames)
-    k_frame, moved = heads * D, query
-    k_affine += (b * k_frames * heads + head) * D
-    k_step = batch * k_frames * heads * D
+    k_frame = heads * 3 * D
+    k_affine += (b * k_frames * heads + head) * 3 * D
     if AFFINE:
-        moved = _moved(query, q_affine + ((b * frames + t) * heads + head) * D, batch * frames * heads * D, channels, D)
+        query = _moved(query, q_affine + ((b * frames + t) * heads + head) * 3 * D, channels, D)
     if SPARSE:
         blocks = tl.cdiv(tokens, KEYS)
         kept += (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * count
@@ -279,7 +300,7 @@ def _attend(
             bias = none
             if WEIGHTED:
                 bias += tl.load(biases + s)
-            one, bias = _for_source(query, bias, moved, k_affine, k_step, source, k_frame, channels, scale, D, AFFINE)
+            one, bias = _for_source(query, bias, k_affine, source, k_frame, channels, scale, D, AFFINE)
             most, total, sums = _step(
                 one, k_base + source * k_t, v_base + source * v_t, k_n, v_n, (entry - s * blocks) * KEYS, tokens,
                 scale, bias, channels, most, total, sums, D, KEYS, MASKED,
@@ -290,7 +311,7 @@ def _attend(
             bias = none
             if WEIGHTED:
                 bias += tl.load(biases + s)
-            one, bias = _for_source(query, bias, moved, k_affine, k_step, source, k_frame, channels, scale, D, AFFINE)
+            one, bias = _for_source(query, bias, k_affine, source, k_frame, channels, scale, D, AFFINE)
             for first in range(0, tokens, KEYS):
                 most, total, sums = _step(
                     one, k_base + source * k_t, v_base + source * v_t, k_n, v_n, first, tokens,
@@ -300,10 +321,9 @@ def _attend(
         bias = none
         if WEIGHTED:
             bias += tl.load(biases + SOURCES)
-        one = moved.to(query.dtype)
         for first in range(0, style_tokens, KEYS):
             most, total, sums = _step(
-                one, style_k + b * sk_b + at_head(head, sk_h, ALIGNED),
+                query, style_k + b * sk_b + at_head(head, sk_h, ALIGNED),
                 style_v + b * sv_b + at_head(head, sv_h, ALIGNED), sk_n, sv_n, first,
                 style_tokens, scale, bias, channels, most, total, sums, D, KEYS, MASKED,
             )  # fmt: skip
@@ -354,7 +374,9 @@ def launch(
     out = torch.empty((b, t, n, heads, d), dtype=q.dtype, device=q.device).transpose(2, 3)
     logsums = None if nearby is None else torch.empty((b, t, heads, n), device=q.device)
     biases = None if weights is None else weights.float().clamp(min=LEAST_WEIGHT).log2()
-    affines = None if q_affine is None or k_affine is None else (q_affine, k_affine)
+    affines = None
+    if q_affine is not None and k_affine is not None:
+        affines = (q_affine.float().contiguous(), k_affine.float().contiguous())
     scale *= LOG2_E
     given = (q, k, v, sources.contiguous(), style_k, style_v, biases, kept, affines, scale, out, logsums)
     if not _launch_hopper(*given):

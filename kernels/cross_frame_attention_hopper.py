@@ -173,11 +173,12 @@ def _queries_for(
     source, query, affine, table, t, row, tokens, scale, SOURCES: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr,
     WIDTH: gl.constexpr, ROW: gl.constexpr,
 ):  # fmt: skip
-    """Puts the queries that a source's keys are met by into shared memory.
+    """Puts the queries that a source's keys are met by into shared memory; gives a bias a row.
 
-    ``q' . (a k + c) = (a q') . k + q' . c``: what is done to the keys is done to the queries once a source, and a bias a row.
+    ``q . (a (k - m) + c) = (a q) . k + q . c - (a q) . m``: what is done to the keys is done to the queries once a source.
+    The bias is of the queries as rounded, here and for the style's keys: what rounding does to them all falls out.
     """
-    place, q_n, q_affine, q_step, k_affine, k_step, k_frame = affine
+    place, q_n, q_affine, k_affine, k_frame = affine
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     row += gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     channel = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
@@ -189,13 +190,15 @@ def _queries_for(
         place + row[:, None] * q_n + channel[None, :], mask=(row[:, None] < tokens) & inside[None, :], other=0.0
     )
     q_scale = gl.load(q_affine + channel, mask=inside, other=0.0)
-    q_shift = gl.load(q_affine + q_step + channel, mask=inside, other=0.0)
+    q_centre = gl.load(q_affine + D + channel, mask=inside, other=0.0)
+    q_shift = gl.load(q_affine + 2 * D + channel, mask=inside, other=0.0)
     k_scale = gl.load(k_affine + channel, mask=moves, other=1.0)
-    k_shift = gl.load(k_affine + k_step + channel, mask=moves, other=0.0)
-    x = x.to(gl.float32) * q_scale[None, :] + q_shift[None, :]
-    bias = gl.sum(x * k_shift[None, :], 1) * scale
-    x *= k_scale[None, :]
-    query.store(x.to(query.dtype))
+    k_centre = gl.load(k_affine + D + channel, mask=moves, other=0.0)
+    k_shift = gl.load(k_affine + 2 * D + channel, mask=moves, other=0.0)
+    x = ((x.to(gl.float32) - q_centre[None, :]) * q_scale[None, :] + q_shift[None, :]).to(query.dtype).to(gl.float32)
+    scaled = (x * k_scale[None, :]).to(query.dtype)
+    query.store(scaled)
+    bias = gl.sum(x * k_shift[None, :] - scaled.to(gl.float32) * k_centre[None, :], 1) * scale
     fence_async_shared()
     return gl.convert_layout(bias, ROW)
 
@@ -375,7 +378,6 @@ def _attend(
     first = gl.program_id(0) * CONSUMERS * ROWS
     h, bt = gl.program_id(1) % heads, gl.program_id(1) // heads
     t, b = bt % frames, bt // frames
-    batch_count = gl.num_programs(1) // (heads * frames)
     blocks = (tokens + KEYS - 1) // KEYS
     inverse = ((1 << 30) - 1 + blocks) // blocks
     style_from = SOURCES * blocks
@@ -404,11 +406,9 @@ def _attend(
     affine = (
         q_place + batch * q_b + t.to(gl.int64) * q_t + h * q_h,
         q_n,
-        q_affine + ((batch * frames + t) * heads + h) * D,
-        batch_count * frames * heads * D,
-        k_affine + (batch * k_frames * heads + h) * D,
-        batch_count * k_frames * heads * D,
-        heads * D,
+        q_affine + ((batch * frames + t) * heads + h) * 3 * D,
+        k_affine + (batch * k_frames * heads + h) * 3 * D,
+        heads * 3 * D,
     )
     shared = (
         (queries, keys, values),

@@ -18,10 +18,12 @@ def nearby_tokens(x: Tensor, nearby: Tensor) -> Tensor:
 
 
 @jit
-def _at_frame(affine, step, frame, k_frame, channels, inside):
-    """Scale and shift of the frame that each row's token is in."""
-    place = affine + frame[:, None] * k_frame + channels[None, :]
-    return tl.load(place, mask=inside, other=0.0), tl.load(place + step, mask=inside, other=0.0)
+def _moved(x, place, inside, D: tl.constexpr):
+    """Tokens after their affine, in single precision; ``place`` is each one's scale, the centre and the shift follow."""
+    scale = tl.load(place, mask=inside, other=0.0)
+    centre = tl.load(place + D, mask=inside, other=0.0)
+    shift = tl.load(place + 2 * D, mask=inside, other=0.0)
+    return (x - centre) * scale + shift
 
 
 @jit(any_value=("heads", "frames", "k_frames", "tokens"))
@@ -38,13 +40,12 @@ def _add(
     inside = there[:, None] & (channels < D)[None, :]
     place = q + b * q_b + t * q_t + at_head(head, q_h, ALIGNED) + rows[:, None] * q_n + channels[None, :]
     query = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    batch = tl.num_programs(1) // (heads * frames)
-    k_frame, k_step = heads * D, batch * k_frames * heads * D
     if AFFINE:
-        affine = q_affine + ((b * frames + t) * heads + head) * D + channels
-        query *= tl.load(affine, mask=channels < D, other=0.0)[None, :]
-        query += tl.load(affine + batch * frames * heads * D, mask=channels < D, other=0.0)[None, :]
-        k_affine += (b * k_frames * heads + head) * D
+        q_affine += ((b * frames + t) * heads + head) * 3 * D + channels
+        k_affine += (b * k_frames * heads + head) * 3 * D + channels
+        query = _moved(query, q_affine[None, :], (channels < D)[None, :], D)
+        # Rounded as the attention's are: what that does to all logits of a query falls out.
+        query = query.to(q.dtype.element_ty).to(tl.float32)
     place = out + b * out_b + t * out_t + at_head(head, out_h, ALIGNED) + rows[:, None] * out_n + channels[None, :]
     sums = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     most = tl.load(logsums + ((b * frames + t) * heads + head) * tokens + rows, mask=there, other=0.0)
@@ -58,8 +59,7 @@ def _add(
         key_place = k + source.to(tl.int64)[:, None] * k_t + token[:, None] * k_n + channels[None, :]
         key = tl.load(key_place, mask=read, other=0.0).to(tl.float32)
         if AFFINE:
-            factor, shift = _at_frame(k_affine, k_step, source, k_frame, channels, read)
-            key = key * factor + shift
+            key = _moved(key, k_affine[None, :] + source[:, None] * (heads * 3 * D), read, D)
         logit = tl.where(entry >= 0, tl.sum(query * key, 1) * scale, float("-inf"))
         value_place = v + source.to(tl.int64)[:, None] * v_t + token[:, None] * v_n + channels[None, :]
         value = tl.load(value_place, mask=read, other=0.0).to(tl.float32)

@@ -9,6 +9,7 @@ from comfyui_veostyle.kernels import cross_frame_attention as attention
 from comfyui_veostyle.kernels import fp8_linear, kv_int4, lora_slots, st_norm, tuning
 from comfyui_veostyle.kernels import report as kernel_report
 from comfyui_veostyle.kernels.block_mask import choose_blocks
+from comfyui_veostyle.veo_core.layers.style_session import adain_affine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,15 +27,20 @@ SHAPES = st.fixed_dictionaries(
         "d": st.sampled_from([16, 24, 40, 64, 80]),
         "s": st.integers(1, 4),
         "m": st.sampled_from([0, 1, 5, 16, 33]),
+        "others": st.sampled_from([None, 1, 5]),
     }
 )
 
 
-def make(b, t, heads, n, d, s, m, dtype=torch.float16, device="cpu", seed=0):
-    """Inputs as a model gives them: views whose heads lie within a token."""
+def make(b, t, heads, n, d, s, m, dtype=torch.float16, device="cpu", seed=0, others=None):
+    """Inputs as a model gives them: views whose heads lie within a token. ``others``: frames to read, if not the same."""
     generator = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(b, t, n, heads, d, generator=generator).to(device, dtype).transpose(2, 3) for _ in range(3))
-    table = torch.randint(0, t, (t, s), generator=generator).to(device)
+    frames = others or t
+    q, k, v = (
+        torch.randn(b, f, n, heads, d, generator=generator).to(device, dtype).transpose(2, 3)
+        for f in (t, frames, frames)
+    )
+    table = torch.randint(0, frames, (t, s), generator=generator).to(device)
     style = (
         [torch.randn(b, heads, m, d, generator=generator).to(device, dtype) for _ in range(2)] if m else [None, None]
     )
@@ -58,10 +64,25 @@ def kernel(inputs, weights=None, temperature=1.0, kept=None, affines=None, nearb
 
 
 def adain_of(inputs, seed=0):
-    """A scale and a shift of each frame's queries and keys."""
+    """Scale, centre and shift of each frame's queries and keys."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(2, *(x.shape[i] for i in (0, 1, 2, 4))) for x in inputs[:2]]
+    shapes = [(*x.shape[:3], 3, x.shape[4]) for x in inputs[:2]]
     return tuple((torch.rand(s, generator=generator) + 0.5).to(inputs[0].device) for s in shapes)
+
+
+def far_from_zero(ratio, dtype=torch.float16, device="cpu", d=40):
+    """Inputs whose channels' means are ``ratio`` deviations, and their AdaIN to queries around zero and the style's keys.
+
+    One channel of the keys is the same in all tokens.
+    """
+    q, k, v, table, style_k, style_v = make(1, 3, 2, 64, d, 2, 48, torch.float32)
+    to_q = make(1, 1, 2, 64, d, 1, 0, torch.float32, seed=1)[0][0]
+    generator = torch.Generator().manual_seed(2)
+    q, k, style_k = (x + ratio * torch.randn(*x.shape[:-2], 1, d, generator=generator) for x in (q, k, style_k))
+    k[..., 3] = ratio
+    q, k, v, style_k, style_v = (x.to(device, dtype) for x in (q, k, v, style_k, style_v))
+    affines = tuple(adain_affine(x[0], to)[None] for x, to in ((q, to_q.to(q)), (k, style_k)))
+    return (q, k, v, table.to(device), style_k, style_v), affines
 
 
 def tokens_nearby(inputs, m=9, seed=0):
@@ -92,6 +113,35 @@ def test_attention_takes_statistics_and_nearby_tokens_as_the_reference_does(shap
     given = {"affines": adain_of(inputs) if affine else None, "nearby": tokens_nearby(inputs) if near else None}
     given["weights"] = torch.rand(shape["s"] + 1) + 0.1 if weighted else None
     assert error(kernel(inputs, **given), exact(inputs, **given)) < 1e-3
+
+
+@interpreted
+@pytest.mark.parametrize("ratio", [0, 3, 10, 30])
+@pytest.mark.parametrize("near", [False, True])
+def test_statistics_far_from_zero_are_taken_away_and_not_rounded(ratio, near):
+    """The balance between a frame's tokens and the style's holds, whatever the means; a dead channel does no harm."""
+    inputs, affines = far_from_zero(ratio)
+    nearby = tokens_nearby(inputs) if near else None
+    wanted = exact(inputs, affines=affines, nearby=nearby)
+    assert error(kernel(inputs, affines=affines, nearby=nearby), wanted) < 1e-3
+    # Its moved keys are kept in half precision, means and all.
+    assert error(attention.reference(*inputs, affines=affines, nearby=nearby), wanted) < 1e-3 * (1 + ratio)
+
+
+@interpreted
+def test_statistics_may_lie_anyhow():
+    inputs = make(2, 3, 2, 20, 24, 2, 5)
+    affines = adain_of(inputs)
+    strided = tuple(a.transpose(-1, -2).contiguous().transpose(-1, -2) for a in affines)
+    assert torch.equal(kernel(inputs, affines=strided), kernel(inputs, affines=affines))
+    spread = tuple(a[:1, :1].expand(*a.shape).double() for a in affines)
+    assert error(kernel(inputs, affines=spread), exact(inputs, affines=spread)) < 1e-3
+
+
+def test_nearby_tokens_of_other_maps_are_refused():
+    inputs = make(1, 3, 2, 6, 16, 1, 4)
+    with pytest.raises(ValueError, match=r"nearby: \[3, 5\] is not \[3, 6\]"):
+        attention.cross_frame_attention(*inputs, nearby=torch.zeros(3, 5, 9, dtype=torch.int64))
 
 
 @interpreted
@@ -146,7 +196,10 @@ def test_a_weight_is_a_convex_mix_of_the_groups():
 def test_adain_of_queries_and_keys_is_the_change_of_the_tensors():
     q, k, v, table, *style = make(2, 3, 2, 10, 16, 2, 4, torch.float64)
     affines = tuple(a.double() for a in adain_of((q, k)))
-    moved_q, moved_k = (x * a[0][..., None, :] + a[1][..., None, :] for x, a in zip((q, k), affines))
+    moved_q, moved_k = (
+        (x - centre[..., None, :]) * scale[..., None, :] + shift[..., None, :]
+        for x, (scale, centre, shift) in zip((q, k), (a.unbind(-2) for a in affines))
+    )
     out = attention.cross_frame_attention(q, k, v, table, *style, affines=affines)
     torch.testing.assert_close(out, attention.cross_frame_attention(moved_q, moved_k, v, table, *style))
 
@@ -181,7 +234,8 @@ def test_a_plan_sees_its_shape():
         assert torch.ops.veostyle.group_norm(wide, 4, y[0, 0], y[0, 0], 1e-5, True).stride() == wide.stride()
         q, k, v = (torch.empty(2, 3, 4, 20, 40, dtype=torch.float16) for _ in range(3))
         table = torch.zeros(3, 2, dtype=torch.int64)
-        out = torch.ops.veostyle.cross_frame_attention(q, k, v, table, None, None, None, None, None, None, None, 1.0)
+        more = torch.zeros(2, 3, 4, 3, 40), torch.zeros(2, 3, 4, 3, 40), torch.zeros(3, 20, 9, dtype=torch.int64)
+        out = torch.ops.veostyle.cross_frame_attention(q, k, v, table, None, None, None, None, *more, 1.0)
         h = torch.empty(2, 8, 4, 4)
         assert torch.ops.veostyle.channel_moments(h).shape == (2, 2, 8)
     assert out.shape == q.shape
@@ -371,11 +425,11 @@ def test_reports_say_why_a_kernel_is_off():
     "shape",
     [(1, 3, 8, 4096, 40, 3, 0), (2, 17, 8, 1024, 80, 3, 0), (2, 5, 8, 64, 160, 4, 256), (1, 4, 10, 1000, 64, 2, 7),
      (1, 4, 12, 1792, 128, 4, 256), (1, 2, 3, 1, 24, 1, 0), (1, 2, 3, 77, 200, 2, 1), (3, 1, 2, 129, 32, 4, 64),
-     (1, 3, 2, 300, 96, 3, 100), (1, 3, 2, 300, 12, 3, 100)],
+     (1, 3, 2, 300, 96, 3, 100), (1, 3, 2, 300, 12, 3, 100), (2, 3, 2, 300, 40, 3, 100, 5), (2, 4, 2, 65, 128, 2, 9, 1)],
 )  # fmt: skip
 @pytest.mark.parametrize("options", ["plain", "weighted", "half the blocks", "affine", "nearby", "all"])
 def test_compiled_attention_computes_what_the_reference_does(shape, dtype, options):
-    inputs = make(*shape, dtype, "cuda")
+    inputs = make(*shape[:7], dtype, "cuda", others=shape[7] if len(shape) > 7 else None)
     given = {"temperature": 1.5}
     if options in ("affine", "all"):
         given["affines"] = adain_of(inputs)
@@ -403,6 +457,19 @@ def test_the_kernel_of_other_chips_computes_the_same(shape, monkeypatch, tmp_pat
     given = {"kept": kept, "affines": adain_of(inputs), "nearby": tokens_nearby(inputs)}
     assert error(attention.cross_frame_attention(*inputs, **given), exact(inputs, **given)) < 1e-3
     tuning._known.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("ratio", [0, 10, 30])
+@pytest.mark.parametrize("d", [12, 40, 64, 80, 128, 160])
+def test_compiled_attention_takes_away_means_far_from_zero(d, ratio, dtype):
+    """By the kernel of this chip, or of any where the head size is not Hopper's (12)."""
+    inputs, affines = far_from_zero(ratio, dtype, "cuda", d)
+    wanted = exact(inputs, affines=affines)
+    limit = 1e-3 if dtype == torch.float16 else 8e-3
+    assert error(attention.cross_frame_attention(*inputs, affines=affines), wanted) < limit
+    assert error(attention.reference(*inputs, affines=affines), wanted) < limit * (1 + ratio)
 
 
 @pytest.mark.gpu

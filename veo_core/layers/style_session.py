@@ -10,7 +10,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ...kernels.cross_frame_attention import cross_frame_attention, gathered
+from ...kernels.cross_frame_attention import apply_affine, cross_frame_attention, gathered
 from ...kernels.st_norm import affine_act, channel_moments
 from ..memory.trace import declare_cache
 from ..motion.fusion import latent_motion
@@ -24,6 +24,8 @@ AttendAcross = Callable[..., Tensor]
 # Queries, keys and values of style pictures, and moments, by site.
 StyleFeatures = tuple[dict[str, tuple[Tensor, Tensor, Tensor]], dict[str, Tensor]]
 RAMP = 0.1
+# A channel that is nearly the same in all tokens has no deviation to be stretched, but rounding.
+GREATEST_SCALE = 1e3
 # Trust in a motion from which on it is followed.
 VISIBLE = 0.5
 
@@ -224,9 +226,9 @@ class StyleSession:
                 own = torch.arange(len(q), device=q.device)[:, None]
                 return across(
                     q[None], k[None], v[None], own, sk, sv, temperature=knobs.temperature,
-                    affines=tuple(a[:, None] for a in affines),
+                    affines=tuple(a[None] for a in affines),
                 )[0]  # fmt: skip
-            q, k = (_moved(x, a) for x, a in zip((q, k), affines, strict=True))
+            q, k = (apply_affine(x, a) for x, a in zip((q, k), affines, strict=True))
             keys, values = torch.cat([k, keys], dim=2), torch.cat([v, values], dim=2)
         if knobs.adain == "key_value":
             begin, end = knobs.blend
@@ -234,7 +236,7 @@ class StyleSession:
             # A clip's tokens are those of several frames; the picture's are met by each of them.
             keys, values = (x.repeat(1, 1, k.shape[2] // x.shape[2], 1) for x in (keys, values))
             keys, values = (
-                torch.lerp(whole, _moved(x, adain_affine(x, style)), b)
+                torch.lerp(whole, apply_affine(x, adain_affine(x, style)), b)
                 for whole, x, style in ((keys, k, sk), (values, v, sv))
             )
         return plain(q * knobs.temperature, keys, values)
@@ -295,17 +297,17 @@ def _pooled(moments: Tensor, shares: list[float]) -> Tensor:
 
 
 def adain_affine(x: Tensor, style: Tensor, eps: float = 1e-5) -> Tensor:
-    """AdaIN over tokens as a scale and a shift (Huang and Belongie 2017, eq. 8).
+    """AdaIN over tokens (Huang and Belongie 2017, eq. 8) as scale, centre and shift by channel.
 
     Args:
         x: tokens ``[B, heads, n, d]``. style: ``[1, heads, m, d]``, whose mean and deviation they take.
 
     Returns:
-        float32 ``[2, B, heads, d]``.
+        float32 ``[B, heads, 3, d]``, as :func:`...kernels.cross_frame_attention.apply_affine` takes it.
     """
     (mean, std), (to_mean, to_std) = (_token_statistics(y, eps) for y in (x, style))
-    scale = to_std / std
-    return torch.stack([scale, to_mean - mean * scale])
+    scale = (to_std / std).clamp(max=GREATEST_SCALE)
+    return torch.stack([scale, mean, to_mean.expand_as(mean)], -2)
 
 
 def _token_statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -315,8 +317,3 @@ def _token_statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     mean, second = moments.unbind(1)
     variance = (second - mean.square()).clamp(min=0) * (count / max(1, count - 1))
     return mean, variance.sqrt() + eps
-
-
-def _moved(x: Tensor, affine: Tensor) -> Tensor:
-    scale, shift = affine[..., None, :]
-    return (x * scale + shift).to(x.dtype)
