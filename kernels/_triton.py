@@ -119,6 +119,11 @@ def is_traced(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or isinstance(x, torch._subclasses.FakeTensor)
 
 
+def is_planned(x: Tensor) -> bool:
+    """Whether a tensor has no data, and only the memory is wanted that a computation takes."""
+    return isinstance(x, torch._subclasses.FakeTensor) and not torch.compiler.is_compiling()
+
+
 @functools.cache
 def notice_first_use(kernel: str) -> None:
     """Says once in a process that a kernel may have to be compiled, which takes seconds; Triton keeps it on disk."""

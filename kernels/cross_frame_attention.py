@@ -19,6 +19,7 @@ from ._triton import (
     TritonError,
     are_aligned,
     at_head,
+    is_planned,
     is_traced,
     jit,
     notice_first_use,
@@ -32,7 +33,8 @@ from .nearby_tokens import add_nearby, nearby_tokens
 from .tuning import Settings, best
 
 MOST_CHANNELS = 256
-ROWS_AT_ONCE = 256
+# Of the reference with tokens nearby: as many logits as a cache holds, but not fewer rows than a product needs.
+LOGITS_AT_ONCE, LEAST_ROWS = 1 << 22, 32
 LEAST_WEIGHT = 1e-30
 LOG2_E = math.log2(math.e)
 
@@ -141,22 +143,27 @@ def _with_nearby(
 ) -> Tensor:
     """With tokens of each query's own; by some queries at a time, since PyTorch's attention gives no sum to join them to."""
     out = torch.empty_like(q)
+    b, frames, heads, n, _ = q.shape
     q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
     style_k, style_v = (None if x is None else x.to(q.dtype) for x in (style_k, style_v))
-    b, frames, heads, n, _ = q.shape
-    mask = q.new_zeros(()) if mask is None else mask
     for t in range(frames):
         table = sources[t : t + 1]
         keys, values = gathered(k, table, style_k), gathered(v, table, style_v)
-        whole = mask.expand(b * frames, heads, n, keys.shape[-2]).unflatten(0, (b, frames))[:, t]
-        for rows in torch.arange(n, device=q.device).split(ROWS_AT_ONCE):
-            query, near = q[:, t, :, rows], nearby[t : t + 1, rows]
-            logits = query @ keys.transpose(-1, -2) * scale + whole[:, :, rows]
+        at_once = max(LEAST_ROWS, LOGITS_AT_ONCE // (b * heads * keys.shape[2]))
+        for rows in torch.arange(n, device=q.device).split(at_once):
+            query, near = q[:, t, :, rows] * scale, nearby[t : t + 1, rows]
             near_k, near_v = (nearby_tokens(x, near)[:, 0] for x in (k, v))
-            own = torch.einsum("bhrd,bhrmd->bhrm", query, near_k) * scale
-            own = own.masked_fill(near < 0, float("-inf"))
-            share, own = torch.cat([logits, own], -1).softmax(-1).split([keys.shape[-2], near.shape[-1]], -1)
-            out[:, t, :, rows] = (share @ values + torch.einsum("bhrm,bhrmd->bhrd", own, near_v)).to(out.dtype)
+            own = torch.einsum("bhrd,bhrmd->bhrm", query, near_k).masked_fill(near < 0, float("-inf"))
+            logits = query @ keys.transpose(-1, -2)
+            if mask is not None:
+                logits += mask.expand(b * frames, heads, n, -1).unflatten(0, (b, frames))[:, t, :, rows]
+            most = torch.maximum(logits.detach().amax(-1), own.detach().amax(-1))[..., None]
+            # In place: what this takes is passes over the logits.
+            shares, own = logits.sub_(most).exp_(), (own - most).exp()
+            sums = shares @ values + torch.einsum("bhrm,bhrmd->bhrd", own, near_v)
+            out[:, t, :, rows] = (sums / (shares.sum(-1) + own.sum(-1))[..., None]).to(out.dtype)
+            if is_planned(q):
+                break
     return out
 
 

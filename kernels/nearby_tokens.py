@@ -13,8 +13,8 @@ from ._triton import INTERPRETED, are_aligned, at_head, jit, on_its_device, tl, 
 
 def nearby_tokens(x: Tensor, nearby: Tensor) -> Tensor:
     """``x [b, t', heads, n, d]`` at ``nearby [t, r, m]``, ``frame * n + token``: ``[b, t, heads, r, m, d]``; -1 gives any."""
-    flat = rearrange(x, "b t h n d -> b h (t n) d")
-    return rearrange(flat[:, :, nearby.clamp(min=0)], "b h t r m d -> b t h r m d")
+    entry, n = nearby.clamp(min=0), x.shape[3]
+    return rearrange(x[:, entry // n, :, entry % n], "t r m b h d -> b t h r m d")
 
 
 @jit
