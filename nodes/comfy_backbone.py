@@ -22,7 +22,7 @@ from ..veo_core.backbones.stable_diffusion.text import TextEmbedding
 from ..veo_core.errors import InputError, ModelError
 from ..veo_core.layers.st_norm import TemporalContext, calibrate
 from ..veo_core.layers.style_session import Site, StyleSession, pooled_moments, sites_of
-from ..veo_core.memory.trace import declare_workspace, tracing
+from ..veo_core.memory.trace import declare_handed, declare_workspace, tracing
 from ..veo_core.sampling.noise import frame_noise
 from ..veo_core.sampling.schedule import steps_done
 from ..veo_core.style.encoder import cover
@@ -176,6 +176,11 @@ class ComfyBackbone:
     def condition(self, style: Style, options: StylizeOptions, survey: Survey) -> ComfyCondition:
         if options.injection.inversion:
             raise InputError("inversion = True is for checkpoints of Load Model (VeoStyle); turn it off for a MODEL")
+        if "warped" in options.injection.sources and not self.is_video and _attention_override(self.model):
+            raise InputError(
+                "sources = warped gives each place tokens of its own, and another pack's node on this MODEL replaces the "
+                "attention; take that node out, or give sources = self+previous+anchor"
+            )
         prompts = style.prompts.checked(survey)
         rate = float(survey.frames / survey.duration) if survey.duration else 25.0
         texts = sorted({text for text, _ in prompts.texts(survey)})
@@ -193,6 +198,9 @@ class ComfyBackbone:
     def rehearse(self, x: Tensor, options: StylizeOptions) -> Tensor:
         # Where both branches of guidance do not fit core runs them one after the other, and moves weights as it must.
         declare_workspace(int(self.model.memory_required(list(_video_shape(self, x.shape)))))
+        if options.injection.norm and not self.is_video:
+            norms = _up_norms(self.model.get_model_object("diffusion_model"))
+            declare_handed(x.new_empty(2, 2, sum(norm.num_channels for _, norm in norms)))
         return torch.empty_like(x)
 
 
@@ -416,15 +424,14 @@ def _watch_blocks(model: Any, count: int, at: SimpleNamespace) -> None:
         model.set_model_patch_replace(block, "dit", "double_block", index)
 
 
+def _attention_override(model: Any) -> Callable | None:
+    """What another pack has set in place of core's attention."""
+    return model.model_options["transformer_options"].get("optimized_attention_override")
+
+
 def _override_attention(model: Any, session: StyleSession, at: SimpleNamespace, sites: dict[Any, Site]) -> None:
     """Hands self-attentions to the session; what another pack has set there is still called."""
-    options = model.model_options["transformer_options"]
-    before = options.get("optimized_attention_override")
-    if before and "warped" in session.injection.sources:
-        raise InputError(
-            "sources = warped gives each place tokens of its own, and another pack's node on this MODEL replaces the "
-            "attention; take that node out, or give sources = self+previous+anchor"
-        )
+    before = _attention_override(model)
 
     def override(
         func: Callable,
@@ -465,4 +472,4 @@ def _override_attention(model: Any, session: StyleSession, at: SimpleNamespace, 
         across = cross_frame_attention if ours else None
         return join(session.attend(sites[at.block], q, k, v, lambda *x: split(core(*map(join, x))), across))
 
-    options["optimized_attention_override"] = override
+    model.model_options["transformer_options"]["optimized_attention_override"] = override

@@ -81,7 +81,8 @@ class LoadModel(io.ComfyNode):
                     options=[AUTO, *WEIGHT_DTYPES],
                     default=AUTO,
                     optional=True,
-                    tooltip="fp8_e4m3fn keeps a checkpoint's linear layers at half the bytes; results differ a little.",
+                    tooltip="fp8_e4m3fn keeps the linear layers of a checkpoint, and of an IP-Adapter's image encoder on it, at "
+                    "half the bytes; results differ a little.",
                 ),
             ],
             outputs=[VeoModel.Output(display_name="model", tooltip="For the denoiser and the decoder.")],

@@ -121,7 +121,7 @@ def main():
         held["split branches agree"] = split(run, model, pictures, styled, name)
         if name in ("sd15", "sdxl"):
             held["attention over frames agrees"] = across_frames(run, model, pictures, styled, name)
-            held["motion is followed"] = follows_motion(run, model, other, pictures, styled, name)
+            held["motion is followed"] = follows_motion(run, model, other, pictures, name)
         if name in ("sd15", "wan"):
             held["stochastic windows meet"] = stochastic(model, vae, clip, video, one_prompt, window, frames, name)
         report[name] = held
@@ -144,18 +144,19 @@ def across_frames(run, model, style, gathered, name):
     return (change < 1e-3 and len(taken) > 0) or [change, len(taken)]
 
 
-def follows_motion(run, model, other, style, styled, name):
+def follows_motion(run, model, other, style, name):
     """Tokens along the motion change the result; beside another pack's attention they are refused."""
     from comfyui_veostyle.veo_core.errors import InputError
 
     knobs = "sources=self+warped+anchor"
     followed, decoded = run(model, style, f"{name}-warped", knobs=knobs)
+    still, _ = run(model, style, f"{name}-still", knobs="sources=self+anchor")
     try:
         run(other, style, f"{name}-refused", knobs=knobs)
         told = "nothing"
     except InputError as e:
         told = str(e)
-    change = float((followed - styled).abs().max())
+    change = float((followed - still).abs().max())
     return bool(change > 1e-4 and decoded.isfinite().all() and "sources = warped" in told) or [change, told]
 
 

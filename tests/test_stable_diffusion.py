@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
 import torch
 from comfyui_veostyle.kernels.cross_frame_attention import cross_frame_attention
+from comfyui_veostyle.veo_core.errors import InputError
 from comfyui_veostyle.veo_core.layers.cross_frame_attention import source_table
 from comfyui_veostyle.veo_core.layers.st_norm import TemporalContext
 from comfyui_veostyle.veo_core.layers.style_session import Site, StyleSession
+from comfyui_veostyle.veo_core.memory.trace import trace_memory
 from comfyui_veostyle.veo_core.options import StylizeOptions, parse_options
 from comfyui_veostyle.veo_core.sampling.sampler import WindowJob, WindowState, denoise_window
+from comfyui_veostyle.veo_core.sampling.schedule import steps_done
 from comfyui_veostyle.veo_core.sampling.windows import windows_of
 from comfyui_veostyle.veo_core.style.encoder import Style
 from comfyui_veostyle.veo_core.style.prompts import parse_prompts
@@ -179,6 +183,11 @@ def test_what_a_window_leaves_of_st_norm_the_next_takes_up():
     _, left = denoised(first, WindowState())
     assert any("latent" in key for key in left.moments)
     assert any("up_blocks" in key for key in left.moments)
+    # Nothing is kept beside them, and the plan counts them.
+    assert all(m.untyped_storage().nbytes() == m.nbytes for m in left.moments.values())
+    handed = trace_memory(lambda: model.rehearse(torch.empty(5, 4, 8, 8), options)).handed
+    steps, ours = steps_done(2, options.denoise), [m.nbytes for key, m in left.moments.items() if "latent" not in key]
+    assert handed * steps == sum(ours) > 0
     taken, _ = denoised(second, left)
     forgotten, _ = denoised(second, WindowState(left.shared))
     assert not torch.equal(taken, forgotten)
@@ -196,34 +205,55 @@ def brute_force(q, k, v, table, nearby, frame):
     return torch.cat(out, 1)
 
 
+@pytest.mark.parametrize("halved", [False, True])
 @pytest.mark.parametrize("size", [(3, 4), (6, 8), (5, 7)])
-def test_warped_reads_where_each_place_was_in_the_frame_before(size):
-    """At the motion's own size and at half of it; where it was hidden nothing is added."""
+def test_warped_reads_where_each_place_was_in_the_frame_before(size, halved):
+    """At the motion's own size and at half of it, rounded up; where it was hidden nothing is added."""
+    flow = 2.0, -1.0
     motion = torch.zeros(5, 3, *size)
-    motion[:, 0], motion[:, 1], motion[:, 2] = 2.0, -1.0, 1.0
-    motion[:, 2, :, :2] = 0.0
-    h, w = (-(-s // 2) for s in size)
+    motion[:, 0], motion[:, 1], motion[:, 2, :, 2:] = *flow, 1.0
+    h, w = (-(-s // 2) if halved else s for s in size)
+    seen = torch.nn.functional.interpolate(motion[:1, 2:], (h, w), mode="area")[0, 0] > 0.5
     knobs = StylizeOptions().injection.model_copy(update={"sources": ("self", "warped", "anchor"), "attention": 0.0})
     session = StyleSession(knobs)
     q, k, v = torch.randn(3, 10, 2, h * w, 8).double()
     with session.apply(0.5, TemporalContext(5, motion=motion)):
         out = session.attend(Site("a", 0.5), q, k, v, torch.nn.functional.scaled_dot_product_attention)
-    y, x = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
     nearby = torch.full((5, h * w, 9), -1)
-    for t in range(2, 5):
-        for n in range(h * w):
-            cx, cy = int(x.flatten()[n]) + 1, round(float(y.flatten()[n] - 0.5))
-            around = [(cx + i, cy + j) for j in (-1, 0, 1) for i in (-1, 0, 1)]
-            if size[1] % 2 == 0 and int(x.flatten()[n]) >= 1:
-                nearby[t, n] = torch.tensor(
-                    [(t - 1) * h * w + b * w + a if 0 <= a < w and 0 <= b < h else -1 for a, b in around]
-                )
-    if size[1] % 2 == 0:
-        table = source_table(5, None, ("self", "anchor"))
-        for frame in range(5):
-            wanted = brute_force(q[5:], k[5:], v[5:], table, nearby, frame)
-            torch.testing.assert_close(out[5 + frame], wanted)
-    assert out.isfinite().all()
+    for t, y, x in itertools.product(range(2, 5), range(h), range(w)):
+        cx, cy = round(x + flow[0] * w / size[1]), round(y + flow[1] * h / size[0])
+        around = [(cx + i, cy + j) for j in (-1, 0, 1) for i in (-1, 0, 1)]
+        if seen[y, x]:
+            nearby[t, y * w + x] = torch.tensor(
+                [(t - 1) * h * w + b * w + a if 0 <= a < w and 0 <= b < h else -1 for a, b in around]
+            )
+    assert (nearby >= 0).any()
+    table = source_table(5, None, ("self", "anchor"))
+    for frame in range(5):
+        wanted = brute_force(q[5:], k[5:], v[5:], table, nearby, frame)
+        torch.testing.assert_close(out[5 + frame], wanted)
+
+
+@pytest.mark.parametrize("count", [10, 24])
+def test_warped_refuses_tokens_that_are_no_halving_of_the_latents(count):
+    session = StyleSession(StylizeOptions().injection.model_copy(update={"sources": ("self", "warped")}))
+    q = torch.randn(3, 2, count, 8)
+    with (
+        session.apply(0.5, TemporalContext(3, motion=torch.zeros(3, 3, 8, 8))),
+        pytest.raises(InputError, match=f"sources = warped finds {count} tokens"),
+    ):
+        session.attend(Site("a", 0.5), q, q, q, torch.nn.functional.scaled_dot_product_attention)
+
+
+def test_pictures_cut_into_tiles_are_refused():
+    """As another node of core does: a tile is no frame."""
+    session = StyleSession(StylizeOptions().injection)
+    q = torch.randn(2 * 3 * 4, 2, 9, 8)
+    with (
+        session.apply(0.5, TemporalContext(3, branches=("0", "1"))),
+        pytest.raises(InputError, match="24 pictures for 3 frames in 2 branches"),
+    ):
+        session.attend(Site("a", 0.5), q, q, q, torch.nn.functional.scaled_dot_product_attention)
 
 
 @pytest.mark.parametrize("adain", ["none", "query_key", "key_value"])

@@ -38,7 +38,9 @@ Scheduler = Annotated[str | None, typer.Option(help="For checkpoints: karras, no
 WeightDtype = Annotated[
     str | None,
     typer.Option(
-        "--weight_dtype", "--weight-dtype", help="fp8_e4m3fn: a checkpoint's linear layers at half the bytes."
+        "--weight_dtype",
+        "--weight-dtype",
+        help="fp8_e4m3fn: linear layers of a checkpoint and of an image encoder at half the bytes.",
     ),
 ]
 MotionModule = Annotated[

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .errors import OutputError
 
-FORMAT = 1
+FORMAT = 2
 
 
 class RunStore:

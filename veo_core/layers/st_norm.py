@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
 from ...kernels.st_norm import affine_act, channel_moments
+from ..memory.trace import declare_handed
 
 
 @dataclass
@@ -31,6 +32,7 @@ class TemporalContext:
     """
 
     frames: int = 1
+    _: KW_ONLY
     carry: dict[str, Tensor] = field(default_factory=dict)
     hand_over: int | None = None
     scope: str = ""
@@ -87,7 +89,10 @@ def carried_reference(moments: Tensor, context: TemporalContext, key: str, rate:
     reference = temporal_reference(window, start, rate)
     if context.hand_over is not None:
         left = reference[:, context.hand_over].detach()
-        context.handed |= dict(zip(keys, left.split(1) if context.branches else [left], strict=True))
+        # Copies: a view would keep the reference of all frames alive until the next window is done.
+        parts = [part.clone() for part in (left.split(1) if context.branches else [left])]
+        declare_handed(*parts)
+        context.handed |= dict(zip(keys, parts, strict=True))
     return torch.cat([anchor, reference], dim=1)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...kernels.cross_frame_attention import apply_affine, cross_frame_attention, gathered
 from ...kernels.st_norm import affine_act, channel_moments
+from ..errors import InputError
 from ..memory.trace import declare_cache
 from ..motion.fusion import latent_motion
 from ..motion.warp import warped_neighbourhood
@@ -165,6 +166,11 @@ class StyleSession:
     def _among_frames(self, q: Tensor, k: Tensor, v: Tensor, plain: Attend, across: AttendAcross | None) -> Tensor:
         """Every frame over the tokens of its sources."""
         frames, sources = self._temporal.frames, self.injection.sources
+        if self._temporal.branches and len(q) != len(self._temporal.branches) * frames:
+            raise InputError(
+                f"model gives attention {len(q)} pictures for {frames} frames in {len(self._temporal.branches)} branches of "
+                "guidance: another node, such as HyperTile, cuts them into tiles; take that node out"
+            )
         if sources == ("self",) or frames == 1:
             return plain(q, k, v)
         table = source_table(frames, q.device, tuple(s for s in sources if s != "warped"))
@@ -184,6 +190,12 @@ class StyleSession:
             height, width = motion.shape[-2:]
             while height * width > count:
                 height, width = -(-height // 2), -(-width // 2)
+            if height * width != count:
+                raise InputError(
+                    f"sources = warped finds {count} tokens in attention, which no halving of {motion.shape[-1]}x"
+                    f"{motion.shape[-2]} latents gives: another node merges or resizes them; take that node out, or give "
+                    "sources = self+previous+anchor"
+                )
             motion = latent_motion(motion, (height, width))
             visible = motion[:, 2] > VISIBLE
             # The anchor has none before it, and what the window's first frame came from is not in the batch.

@@ -16,6 +16,7 @@ from ..errors import BudgetError
 from ..motion.flow import STRIDE, FlowNet
 from ..motion.fusion import MOTION_CHANNELS, TemporalFusion, estimate_motion
 from ..options import StylizeOptions
+from ..sampling.schedule import steps_done
 from ..sampling.timeline import CONTEXT, GROUP
 from .trace import TracedMemory, trace_memory
 
@@ -213,9 +214,19 @@ class StagePeaks:
 
     @property
     def resident(self) -> int:
-        """Latents and motion of a window and its overlap, which stay while the others are made."""
+        """What stays while the others are made: latents and motion of a window, and what windows hand on."""
         c, h, w = self.latent
-        return (self.window + 1) * (self.disk + 4 * 2 * c * h * w)
+        return (self.window + 1) * (self.disk + 4 * 2 * c * h * w) + self.handed
+
+    @property
+    def handed(self) -> int:
+        """What the steps of the window before left and those of this one leave.
+
+        That is the latents predicted for the frames that windows share, and ST-Norm's moments.
+        """
+        options, (c, h, w) = self.options, self.latent
+        shared = self._latents(options.overlap) * 4 * c * h * w if options.overlap else 0
+        return 2 * steps_done(options.steps, options.denoise) * (shared + self._memory("denoise", 1).handed)
 
     def _encode(self, count: int) -> object:
         factor = self.backbone.time_factor

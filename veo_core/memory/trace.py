@@ -17,7 +17,7 @@ class _LiveBytes(TorchDispatchMode):
 
     def __init__(self, block: int):
         super().__init__()
-        self.block, self.live, self.peak, self.cached = block, 0, 0, 0
+        self.block, self.live, self.peak, self.cached, self.handed = block, 0, 0, 0, 0
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -79,12 +79,24 @@ def declare_cache(*tensors: torch.Tensor) -> None:
         _active[-1].cached += sum(t.nbytes for t in tensors)
 
 
+def declare_handed(*tensors: torch.Tensor) -> None:
+    """Says during a trace of one step that it leaves these to the window after."""
+    if _active:
+        _active[-1].handed += sum(t.nbytes for t in tensors)
+
+
 @dataclass(frozen=True)
 class TracedMemory:
-    """Bytes that a computation occupies at most, and those of them that it keeps for later computations."""
+    """Bytes of a computation.
+
+    Attributes:
+        peak: what it occupies at most. cached: what of that it keeps for later computations.
+        handed: what it leaves to the window after.
+    """
 
     peak: int
     cached: int = 0
+    handed: int = 0
 
 
 def trace_memory(compute: Callable[[], object], block: int = 512) -> TracedMemory:
@@ -106,4 +118,4 @@ def trace_memory(compute: Callable[[], object], block: int = 512) -> TracedMemor
             del kept
         finally:
             _active.pop()
-    return TracedMemory(live.peak, min(live.cached, live.peak))
+    return TracedMemory(live.peak, min(live.cached, live.peak), live.handed)

@@ -38,7 +38,8 @@ def estimate_motion(net: FlowNet, frames: Tensor, previous: Tensor) -> Tensor:
 def latent_motion(motion: Tensor, size: tuple[int, int]) -> Tensor:
     """Motion ``[n, 3, H / 4, W / 4]`` at a latent's ``(h, w)``, its flow in latent pixels."""
     out = F.interpolate(motion, size, mode="area")
-    return torch.cat([out[:, :2] * (size[1] / motion.shape[-1]), out[:, 2:]], dim=1)
+    x, y, trust = out.split(1, dim=1)
+    return torch.cat([x * (size[1] / motion.shape[-1]), y * (size[0] / motion.shape[-2]), trust], dim=1)
 
 
 class TemporalFusion:

@@ -83,8 +83,9 @@ class WindowJob:
         """Layout of the frames at a step, their motion, and the moments carried from the window before."""
         hand_over = None if self.window.last else self.stride - 1
         return TemporalContext(
-            len(self.content), self.state.moments, hand_over, f"{index}.", handed=self._handed, motion=self.motion
-        )
+            len(self.content), carry=self.state.moments, hand_over=hand_over, scope=f"{index}.", handed=self._handed,
+            motion=self.motion,
+        )  # fmt: skip
 
     def fuse(self, index: int, clean: Tensor) -> Tensor:
         """Cross-fades the clean latents predicted at a step with those that the window before predicted at that step.

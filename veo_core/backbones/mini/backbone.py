@@ -103,7 +103,7 @@ class MiniBackbone:
     def rehearse(self, x: Tensor, options: StylizeOptions) -> Tensor:
         condition = MiniCondition(self.net.mapping.null[None], options.guidance, 1.0)
         motion = x.new_empty(len(x), MOTION_CHANNELS, *x.shape[2:])
-        return self._predict(x, 1.0, condition, torch.empty_like(x), motion, TemporalContext(len(x)))
+        return self._predict(x, 1.0, condition, torch.empty_like(x), motion, TemporalContext(len(x), hand_over=0))
 
     def _predict(
         self,

@@ -181,7 +181,7 @@ class StableDiffusionBackbone:
         picture = Style((torch.zeros(3, 8, 8),), (1.0,))
         injection = options.injection.for_style(picture, options.strength)
         session, motion = StyleSession(injection), x.new_empty(len(x), 3, *x.shape[2:])
-        temporal = TemporalContext(len(x), motion=motion)
+        temporal = TemporalContext(len(x), hand_over=0, motion=motion)
         width = self.unet.config.cross_attention_dim
         pooled = None if self.text.skip == 0 else x.new_empty(1, self._pooled_width)
         text = TextEmbedding(x.new_empty(1, 77, width), pooled)
