@@ -55,11 +55,11 @@ def cross_frame_attention(
 ) -> Tensor:
     """Attention of every frame over its source frames and the style's tokens.
 
-    On a CUDA device in half precision, without gradients, it is a Triton kernel that reads the sources where they are;
-    elsewhere :func:`reference`, which gathers them.
+    On a CUDA device in half precision, without gradients, with as many queries as keys a frame, it is a Triton kernel that
+    reads the sources where they are; elsewhere :func:`reference`, which gathers them.
 
     Args:
-        q: ``[b, t, heads, n, d]``, any strides. k, v: ``[b, t', heads, n, d]``; of as many frames, or of others.
+        q: ``[b, t, heads, n, d]``, any strides. k, v: ``[b, t', heads, n', d]``; of as many frames and tokens, or of others.
         sources: int64 ``[t, s]``, indices of frames of k in 0..t' - 1. A frame listed twice counts twice.
         style_k, style_v: ``[b, heads, m, d]``, shared by all frames.
         weights: float32 ``[s + 1]``, above 0: how much a token of each source counts, the style's last. The attention is
@@ -71,7 +71,7 @@ def cross_frame_attention(
             frame's queries, and to its keys, before they meet; the style's keys are left alone. AdaIN of queries and
             keys to a picture's statistics (StyleAligned, Hertz et al. 2024, eq. 3) is that. Queries times the keys'
             scales must lie within half precision.
-        nearby: int64 ``[t, n, m]``, tokens that each query reads besides, as ``frame * n + token``; -1 is none. Such as the
+        nearby: int64 ``[t, n, m]``, tokens that each query reads besides, as ``frame * n' + token``; -1 is none. Such as the
             3x3 around where the motion says a token was in the frame before.
 
     Returns:
@@ -117,8 +117,8 @@ def reference(
         q, k = (apply_affine(x, a) for x, a in zip((q, k), affines, strict=True))
     mask = None
     if weights is not None:
-        counts = torch.tensor([n] * sources.shape[1] + [style], device=q.device)
-        logs = weights.double().clamp(min=LEAST_WEIGHT).log().to(q.dtype)
+        counts = torch.tensor([k.shape[3]] * sources.shape[1] + [style], device=q.device)
+        logs = weights.float().clamp(min=LEAST_WEIGHT).log().to(q.dtype)
         mask = logs.repeat_interleave(counts)[None, None, None]
     if kept is not None:
         read = _read_tokens(kept, n, sources.shape[1], block_sizes(d)).flatten(0, 1)
@@ -211,9 +211,12 @@ def state() -> tuple[str, str]:
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether a kernel runs on these: half precision on CUDA, heads of up to 256 channels, no gradient to be kept."""
+    """Whether a kernel runs on these: half precision on CUDA, heads of up to 256 channels, no gradient to be kept.
+
+    And of as many queries as keys, which token merging makes fewer.
+    """
     half = q.dtype in (torch.float16, torch.bfloat16) and q.dtype == k.dtype == v.dtype
-    return half and q.shape[-1] <= MOST_CHANNELS and runs_on(q, k, v)
+    return half and q.shape[-2:] == k.shape[-2:] == v.shape[-2:] and q.shape[-1] <= MOST_CHANNELS and runs_on(q, k, v)
 
 
 @jit

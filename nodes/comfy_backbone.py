@@ -36,6 +36,11 @@ if TYPE_CHECKING:
 
 KEY = "veostyle"
 ADAPTIVE = ("dpm_adaptive",)
+# Samplers of core, by how their names begin, that evaluate the model more than once a step.
+SEVERAL = {
+    "heun": 2, "heunpp2": 3, "exp_heun_2": 2, "dpm_2": 2, "dpmpp_2s": 2, "dpmpp_sde": 2, "seeds_2": 2, "seeds_3": 3,
+    "sa_solver_pece": 2,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -176,7 +181,8 @@ class ComfyBackbone:
     def condition(self, style: Style, options: StylizeOptions, survey: Survey) -> ComfyCondition:
         if options.injection.inversion:
             raise InputError("inversion = True is for checkpoints of Load Model (VeoStyle); turn it off for a MODEL")
-        if "warped" in options.injection.sources and not self.is_video and _attention_override(self.model):
+        sources = options.injection.for_style(style, options.strength).sources
+        if "warped" in sources and not self.is_video and _attention_override(self.model):
             raise InputError(
                 "sources = warped gives each place tokens of its own, and another pack's node on this MODEL replaces the "
                 "attention; take that node out, or give sources = self+previous+anchor"
@@ -202,6 +208,10 @@ class ComfyBackbone:
             norms = _up_norms(self.model.get_model_object("diffusion_model"))
             declare_handed(x.new_empty(2, 2, sum(norm.num_channels for _, norm in norms)))
         return torch.empty_like(x)
+
+    def evaluations(self, options: StylizeOptions) -> int:
+        times = max((n for start, n in SEVERAL.items() if self.sampler.startswith(start)), default=1)
+        return times * steps_done(options.steps, options.denoise)
 
 
 def _video_shape(backbone: ComfyBackbone, shape: torch.Size) -> tuple[int, ...]:

@@ -129,6 +129,29 @@ def test_statistics_far_from_zero_are_taken_away_and_not_rounded(ratio, near):
 
 
 @interpreted
+def test_a_channel_without_deviation_does_not_overflow():
+    """As of a flat frame: the picture's queries are far from zero there, and its keys vary."""
+    q, k, v, table, style_k, style_v = make(1, 3, 2, 64, 40, 2, 48)
+    k[..., 3] = 0.0
+    to_q = make(1, 1, 2, 64, 40, 1, 0, seed=1)[0][0]
+    to_q[..., 3] += 70
+    affines = tuple(adain_affine(x[0], to)[None] for x, to in ((q, to_q), (k, style_k)))
+    inputs = q, k, v, table, style_k, style_v
+    assert error(kernel(inputs, affines=affines), exact(inputs, affines=affines)) < 5e-3
+
+
+def test_merged_queries_are_left_to_pytorch(monkeypatch):
+    """Another node may merge tokens of the queries and not of the keys."""
+    q, k, v, table, *style = make(2, 3, 2, 8, 16, 2, 4, torch.float64)
+    few = q[..., :5, :]
+    out = attention.cross_frame_attention(few, k, v, table, *style, weights=torch.ones(3))
+    torch.testing.assert_close(out, attention.cross_frame_attention(q, k, v, table, *style)[..., :5, :])
+    monkeypatch.setattr(attention, "runs_on", lambda *tensors: True)
+    assert attention.takes(q.half(), k.half(), v.half())
+    assert not attention.takes(few.half(), k.half(), v.half())
+
+
+@interpreted
 def test_statistics_may_lie_anyhow():
     inputs = make(2, 3, 2, 20, 24, 2, 5)
     affines = adain_of(inputs)

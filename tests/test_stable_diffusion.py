@@ -12,10 +12,10 @@ from comfyui_veostyle.veo_core.errors import InputError
 from comfyui_veostyle.veo_core.layers.cross_frame_attention import source_table
 from comfyui_veostyle.veo_core.layers.st_norm import TemporalContext
 from comfyui_veostyle.veo_core.layers.style_session import Site, StyleSession
-from comfyui_veostyle.veo_core.memory.trace import trace_memory
+from comfyui_veostyle.veo_core.memory.plan import StagePeaks
+from comfyui_veostyle.veo_core.motion.flow import FlowNet
 from comfyui_veostyle.veo_core.options import StylizeOptions, parse_options
 from comfyui_veostyle.veo_core.sampling.sampler import WindowJob, WindowState, denoise_window
-from comfyui_veostyle.veo_core.sampling.schedule import steps_done
 from comfyui_veostyle.veo_core.sampling.windows import windows_of
 from comfyui_veostyle.veo_core.style.encoder import Style
 from comfyui_veostyle.veo_core.style.prompts import parse_prompts
@@ -169,9 +169,10 @@ def test_cross_frame_attention_with_one_source_is_plain_attention():
     assert torch.allclose(mixed[3], attend(q[3], *one), atol=1e-6)
 
 
-def test_what_a_window_leaves_of_st_norm_the_next_takes_up():
-    model, style = tiny.backbone(), words()
-    options = StylizeOptions(steps=2, window=4, overlap=1).for_backbone(model)
+@pytest.mark.parametrize("sampler", ["dpmpp_2m", "heun"])
+def test_what_a_window_leaves_of_st_norm_the_next_takes_up(sampler):
+    model, style = tiny.backbone(sampler=sampler), words()
+    options = StylizeOptions(steps=4, window=4, overlap=1).for_backbone(model)
     content, condition = moving(8), model.condition(style, options, survey_of(8))
     first, second = windows_of((Scene(0, 8, 0),), 4, 1)[:2]
 
@@ -185,9 +186,9 @@ def test_what_a_window_leaves_of_st_norm_the_next_takes_up():
     assert any("up_blocks" in key for key in left.moments)
     # Nothing is kept beside them, and the plan counts them.
     assert all(m.untyped_storage().nbytes() == m.nbytes for m in left.moments.values())
-    handed = trace_memory(lambda: model.rehearse(torch.empty(5, 4, 8, 8), options)).handed
-    steps, ours = steps_done(2, options.denoise), [m.nbytes for key, m in left.moments.items() if "latent" not in key]
-    assert handed * steps == sum(ours) > 0
+    ours = sum(m.nbytes for key, m in left.moments.items() if "latent" not in key)
+    flow = FlowNet()
+    assert StagePeaks(model, flow, (64, 64), options).handed == 2 * (left.shared.nbytes + ours) > 0
     taken, _ = denoised(second, left)
     forgotten, _ = denoised(second, WindowState(left.shared))
     assert not torch.equal(taken, forgotten)
@@ -209,7 +210,7 @@ def brute_force(q, k, v, table, nearby, frame):
 @pytest.mark.parametrize("size", [(3, 4), (6, 8), (5, 7)])
 def test_warped_reads_where_each_place_was_in_the_frame_before(size, halved):
     """At the motion's own size and at half of it, rounded up; where it was hidden nothing is added."""
-    flow = 2.0, -1.0
+    flow = 2.0, -2.55
     motion = torch.zeros(5, 3, *size)
     motion[:, 0], motion[:, 1], motion[:, 2, :, 2:] = *flow, 1.0
     h, w = (-(-s // 2) if halved else s for s in size)
@@ -234,26 +235,31 @@ def test_warped_reads_where_each_place_was_in_the_frame_before(size, halved):
         torch.testing.assert_close(out[5 + frame], wanted)
 
 
-@pytest.mark.parametrize("count", [10, 24])
-def test_warped_refuses_tokens_that_are_no_halving_of_the_latents(count):
+@pytest.mark.parametrize(("count", "keys"), [(10, 10), (24, 24), (16, 64)])
+def test_warped_refuses_tokens_that_are_no_halving_of_the_latents(count, keys):
+    """As where another node resizes the features, or merges the queries."""
     session = StyleSession(StylizeOptions().injection.model_copy(update={"sources": ("self", "warped")}))
-    q = torch.randn(3, 2, count, 8)
+    q, k = torch.randn(3, 2, count, 8), torch.randn(3, 2, keys, 8)
     with (
         session.apply(0.5, TemporalContext(3, motion=torch.zeros(3, 3, 8, 8))),
-        pytest.raises(InputError, match=f"sources = warped finds {count} tokens"),
+        pytest.raises(InputError, match=f"sources = warped finds {count} queries and {keys} keys"),
     ):
-        session.attend(Site("a", 0.5), q, q, q, torch.nn.functional.scaled_dot_product_attention)
+        session.attend(Site("a", 0.5), q, k, k, torch.nn.functional.scaled_dot_product_attention)
 
 
-def test_pictures_cut_into_tiles_are_refused():
+@pytest.mark.parametrize("sources", [("self", "anchor"), ("self",)])
+def test_pictures_cut_into_tiles_are_refused_where_frames_or_styles_are_read(sources):
     """As another node of core does: a tile is no frame."""
-    session = StyleSession(StylizeOptions().injection)
-    q = torch.randn(2 * 3 * 4, 2, 9, 8)
-    with (
-        session.apply(0.5, TemporalContext(3, branches=("0", "1"))),
-        pytest.raises(InputError, match="24 pictures for 3 frames in 2 branches"),
-    ):
-        session.attend(Site("a", 0.5), q, q, q, torch.nn.functional.scaled_dot_product_attention)
+    session = StyleSession(StylizeOptions().injection.model_copy(update={"sources": sources}))
+    q, plain = torch.randn(2 * 3 * 4, 2, 9, 8), torch.nn.functional.scaled_dot_product_attention
+    alone = session.injection.sources == ("self",)
+    with session.apply(0.5, TemporalContext(3, branches=("0", "1"))):
+        if alone:
+            assert session.attend(Site("a", 0.9), q, q, q, plain).shape == q.shape
+            session.style_features = {"a": (q[:1], q[:1], q[:1])}, {}
+            session.shares = [1.0]
+        with pytest.raises(InputError, match="24 pictures for 3 frames in 2 branches"):
+            session.attend(Site("a", 0.9), q, q, q, plain)
 
 
 @pytest.mark.parametrize("adain", ["none", "query_key", "key_value"])

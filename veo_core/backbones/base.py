@@ -81,3 +81,7 @@ class Backbone(Protocol):
     def rehearse(self, x: Tensor, options: StylizeOptions) -> Tensor:
         """One evaluation of the model on latents ``[t, C, h, w]`` as ``sample`` does it, to measure its memory."""
         ...
+
+    def evaluations(self, options: StylizeOptions) -> int:
+        """How often ``sample`` evaluates the model in a window, each time with something for the next window."""
+        ...

@@ -26,7 +26,7 @@ AttendAcross = Callable[..., Tensor]
 StyleFeatures = tuple[dict[str, tuple[Tensor, Tensor, Tensor]], dict[str, Tensor]]
 RAMP = 0.1
 # A channel that is nearly the same in all tokens has no deviation to be stretched, but rounding.
-GREATEST_SCALE = 1e3
+GREATEST_SCALE = 100.0
 # Trust in a motion from which on it is followed.
 VISIBLE = 0.5
 
@@ -161,20 +161,17 @@ class StyleSession:
         share = self._share(site)
         if not share or site.key not in self._style:
             return out
+        self._refuse_tiles(q)
         return torch.lerp(out, self._styled(site, q, k, v, plain, across), share)
 
     def _among_frames(self, q: Tensor, k: Tensor, v: Tensor, plain: Attend, across: AttendAcross | None) -> Tensor:
         """Every frame over the tokens of its sources."""
         frames, sources = self._temporal.frames, self.injection.sources
-        if self._temporal.branches and len(q) != len(self._temporal.branches) * frames:
-            raise InputError(
-                f"model gives attention {len(q)} pictures for {frames} frames in {len(self._temporal.branches)} branches of "
-                "guidance: another node, such as HyperTile, cuts them into tiles; take that node out"
-            )
         if sources == ("self",) or frames == 1:
             return plain(q, k, v)
+        self._refuse_tiles(q)
         table = source_table(frames, q.device, tuple(s for s in sources if s != "warped"))
-        nearby = self._tokens_before(q.shape[2]) if "warped" in sources else None
+        nearby = self._tokens_before(q.shape[2], k.shape[2]) if "warped" in sources else None
         q, k, v = (x.unflatten(0, (-1, frames)) for x in (q, k, v))
         if nearby is not None:
             # Each query has tokens of its own, which no plain attention takes.
@@ -183,18 +180,26 @@ class StyleSession:
             return plain(q.flatten(0, 1), gathered(k, table), gathered(v, table))
         return across(q, k, v, table).flatten(0, 1)
 
-    def _tokens_before(self, count: int) -> Tensor | None:
+    def _refuse_tiles(self, q: Tensor) -> None:
+        frames, branches = self._temporal.frames, self._temporal.branches
+        if branches and len(q) != len(branches) * frames:
+            raise InputError(
+                f"model gives attention {len(q)} pictures for {frames} frames in {len(branches)} branches of guidance: "
+                "another node, such as HyperTile, cuts them into tiles; take that node out"
+            )
+
+    def _tokens_before(self, count: int, keys: int) -> Tensor | None:
         """Where the motion says that each of so many tokens was in the frame before; the window's frames stand still."""
         motion = self._temporal.motion
         if motion is not None and count not in self._nearby:
             height, width = motion.shape[-2:]
             while height * width > count:
                 height, width = -(-height // 2), -(-width // 2)
-            if height * width != count:
+            if height * width != count or count != keys:
                 raise InputError(
-                    f"sources = warped finds {count} tokens in attention, which no halving of {motion.shape[-1]}x"
-                    f"{motion.shape[-2]} latents gives: another node merges or resizes them; take that node out, or give "
-                    "sources = self+previous+anchor"
+                    f"sources = warped finds {count} queries and {keys} keys in attention, which no halving of "
+                    f"{motion.shape[-1]}x{motion.shape[-2]} latents gives: another node merges or resizes them; take that "
+                    "node out, or give sources = self+previous+anchor"
                 )
             motion = latent_motion(motion, (height, width))
             visible = motion[:, 2] > VISIBLE

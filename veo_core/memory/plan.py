@@ -16,7 +16,6 @@ from ..errors import BudgetError
 from ..motion.flow import STRIDE, FlowNet
 from ..motion.fusion import MOTION_CHANNELS, TemporalFusion, estimate_motion
 from ..options import StylizeOptions
-from ..sampling.schedule import steps_done
 from ..sampling.timeline import CONTEXT, GROUP
 from .trace import TracedMemory, trace_memory
 
@@ -41,7 +40,7 @@ class MemoryPlan:
         weights: bytes of all networks, and of what the libraries keep for themselves.
         encode_chunk, decode_chunk: frames encoded and decoded at once. They do not change the result.
         stages: bytes beyond the weights at the peak of each stage. cache: those of them that a stage keeps from one step
-            to the next: latents and motion of the window, keys and values of style pictures.
+            to the next: latents and motion of the window, what windows hand on, keys and values of style pictures.
         host: bytes of host memory beyond what the process held before, on a device of its own; 0 on the CPU, where the
             stages are host memory.
         disk: bytes that each frame takes in the run's folder while it lasts.
@@ -220,13 +219,13 @@ class StagePeaks:
 
     @property
     def handed(self) -> int:
-        """What the steps of the window before left and those of this one leave.
+        """What the evaluations of the window before left and those of this one leave.
 
         That is the latents predicted for the frames that windows share, and ST-Norm's moments.
         """
-        options, (c, h, w) = self.options, self.latent
-        shared = self._latents(options.overlap) * 4 * c * h * w if options.overlap else 0
-        return 2 * steps_done(options.steps, options.denoise) * (shared + self._memory("denoise", 1).handed)
+        c, h, w = self.latent
+        shared = -(-self.options.overlap // self.backbone.time_factor) * 4 * c * h * w
+        return 2 * self.backbone.evaluations(self.options) * (shared + self._memory("denoise", 1).handed)
 
     def _encode(self, count: int) -> object:
         factor = self.backbone.time_factor

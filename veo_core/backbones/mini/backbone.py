@@ -105,6 +105,9 @@ class MiniBackbone:
         motion = x.new_empty(len(x), MOTION_CHANNELS, *x.shape[2:])
         return self._predict(x, 1.0, condition, torch.empty_like(x), motion, TemporalContext(len(x), hand_over=0))
 
+    def evaluations(self, options: StylizeOptions) -> int:
+        return options.steps
+
     def _predict(
         self,
         x: Tensor,

@@ -202,6 +202,15 @@ class StableDiffusionBackbone:
         del held
         return output
 
+    def evaluations(self, options: StylizeOptions) -> int:
+        return len(self.schedule(options))
+
+    def schedule(self, options: StylizeOptions, generators: list[torch.Generator] | None = None) -> DiffusionSchedule:
+        """The steps of a window; ``generators``, one a frame, are for samplers that add noise."""
+        return DiffusionSchedule(
+            self.schedule_config, self.sampler, self.scheduler, options.steps, options.denoise, self.device, generators
+        )
+
     def _graph_memory(self, x: Tensor) -> Tensor:
         """As much as a replayed evaluation of ``x`` keeps."""
         maps = GRAPH_MAPS if captures(x) and x[:, 0].numel() <= LAUNCH_BOUND else 0
@@ -263,19 +272,7 @@ class _Run:
         self.words = [condition.at(f, job.scene, strengths) for f in job.frames]
         worded = bool(condition.prompts or condition.prompts.negative)
         self.guided = job.options.guidance > 1 and (worded or condition.image is not None)
-        self.schedule = self._schedule()
-
-    def _schedule(self) -> DiffusionSchedule:
-        model, options = self.model, self.job.options
-        return DiffusionSchedule(
-            model.schedule_config,
-            model.sampler,
-            model.scheduler,
-            options.steps,
-            options.denoise,
-            self.job.content.device,
-            self.job.generators(),
-        )
+        self.schedule = model.schedule(job.options, job.generators())
 
     @torch.no_grad()
     def latents(self) -> Tensor:
