@@ -76,7 +76,7 @@ class StyleSession:
         self._mode: str | None = None
         self._progress = 0.0
         self._temporal = TemporalContext()
-        self._nearby: dict[int, Tensor] = {}
+        self._nearby: dict[tuple[int, int], Tensor] = {}
 
     @property
     def wants_style(self) -> bool:
@@ -191,7 +191,7 @@ class StyleSession:
     def _tokens_before(self, count: int, keys: int) -> Tensor | None:
         """Where the motion says that each of so many tokens was in the frame before; the window's frames stand still."""
         motion = self._temporal.motion
-        if motion is not None and count not in self._nearby:
+        if motion is not None and (count, keys) not in self._nearby:
             height, width = motion.shape[-2:]
             while height * width > count:
                 height, width = -(-height // 2), -(-width // 2)
@@ -205,8 +205,8 @@ class StyleSession:
             visible = motion[:, 2] > VISIBLE
             # The anchor has none before it, and what the window's first frame came from is not in the batch.
             visible[:2] = False
-            self._nearby[count] = warped_neighbourhood(motion[:, :2], visible)
-        return self._nearby.get(count)
+            self._nearby[count, keys] = warped_neighbourhood(motion[:, :2], visible)
+        return self._nearby.get((count, keys))
 
     def _styled(
         self, site: Site, q: Tensor, k: Tensor, v: Tensor, plain: Attend, across: AttendAcross | None
