@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -187,8 +188,7 @@ def test_what_a_window_leaves_of_st_norm_the_next_takes_up(sampler):
     # Nothing is kept beside them, and the plan counts them.
     assert all(m.untyped_storage().nbytes() == m.nbytes for m in left.moments.values())
     ours = sum(m.nbytes for key, m in left.moments.items() if "latent" not in key)
-    flow = FlowNet()
-    assert StagePeaks(model, flow, (64, 64), options).handed == 2 * (left.shared.nbytes + ours) > 0
+    assert StagePeaks(model, FlowNet(), (64, 64), options).handed == 2 * (left.shared.nbytes + ours) > 0
     taken, _ = denoised(second, left)
     forgotten, _ = denoised(second, WindowState(left.shared))
     assert not torch.equal(taken, forgotten)
@@ -247,19 +247,17 @@ def test_warped_refuses_tokens_that_are_no_halving_of_the_latents(count, keys):
         session.attend(Site("a", 0.5), q, k, k, torch.nn.functional.scaled_dot_product_attention)
 
 
-@pytest.mark.parametrize("sources", [("self", "anchor"), ("self",)])
-def test_pictures_cut_into_tiles_are_refused_where_frames_or_styles_are_read(sources):
+@pytest.mark.parametrize(("sources", "styled", "refused"), [("self+anchor", 0, 1), ("self", 1, 1), ("self", 0, 0)])
+def test_pictures_cut_into_tiles_are_refused_where_frames_or_styles_are_read(sources, styled, refused):
     """As another node of core does: a tile is no frame."""
-    session = StyleSession(StylizeOptions().injection.model_copy(update={"sources": sources}))
-    q, plain = torch.randn(2 * 3 * 4, 2, 9, 8), torch.nn.functional.scaled_dot_product_attention
-    alone = session.injection.sources == ("self",)
-    with session.apply(0.5, TemporalContext(3, branches=("0", "1"))):
-        if alone:
-            assert session.attend(Site("a", 0.9), q, q, q, plain).shape == q.shape
-            session.style_features = {"a": (q[:1], q[:1], q[:1])}, {}
-            session.shares = [1.0]
-        with pytest.raises(InputError, match="24 pictures for 3 frames in 2 branches"):
-            session.attend(Site("a", 0.9), q, q, q, plain)
+    session = StyleSession(StylizeOptions().injection.model_copy(update={"sources": tuple(sources.split("+"))}))
+    q = torch.randn(2 * 3 * 4, 2, 9, 8)
+    if styled:
+        session.shares, session.style_features = [1.0], ({"a": (q[:1], q[:1], q[:1])}, {})
+    told = pytest.raises(InputError, match="24 pictures for 3 frames in 2 branches") if refused else nullcontext()
+    with session.apply(0.5, TemporalContext(3, branches=("0", "1"))), told:
+        out = session.attend(Site("a", 0.9), q, q, q, torch.nn.functional.scaled_dot_product_attention)
+        assert out.shape == q.shape
 
 
 @pytest.mark.parametrize("adain", ["none", "query_key", "key_value"])
@@ -283,14 +281,14 @@ def test_attention_across_frames_is_what_gathering_gives(adain):
 @pytest.mark.parametrize("adain", ["query_key", "key_value"])
 def test_what_the_kernels_do_for_a_session_is_what_plain_attention_does(adain):
     knobs = {"adain": adain, "sources": ("self", "warped", "anchor")}
-    session = StyleSession(StylizeOptions().injection.model_copy(update=knobs))
+    injection = StylizeOptions().injection.model_copy(update=knobs)
     given = torch.randn(6, 6, 8, 256, 40) * 1.5 + 0.5
     motion = torch.rand(3, 3, 16, 16) * torch.tensor([3.0, 3.0, 1.0]).view(3, 1, 1)
     site, attend = Site("a", 0.9), torch.nn.functional.scaled_dot_product_attention
     outs = []
     for change, across in ((lambda x: x.double(), None), (lambda x: x.cuda().half(), cross_frame_attention)):
         q, k, v, *style = map(change, given)
-        session = StyleSession(session.injection)
+        session = StyleSession(injection)
         with session.record_style([1.0]):
             session.attend(site, *(x[:1] for x in style), attend)
         with session.apply(0.5, TemporalContext(3, motion=change(motion).float())):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal
 
 import psutil
@@ -217,7 +217,7 @@ class StagePeaks:
         c, h, w = self.latent
         return (self.window + 1) * (self.disk + 4 * 2 * c * h * w) + self.handed
 
-    @property
+    @cached_property
     def handed(self) -> int:
         """What the evaluations of the window before left and those of this one leave.
 
