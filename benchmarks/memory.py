@@ -104,6 +104,8 @@ def main() -> None:
     parser.add_argument("--lengths", default="48,480")
     parser.add_argument("--one", type=Path, help="run on this video in this process")
     a = parser.parse_args()
+    if a.lengths.count(",") != 1:
+        parser.error(f"--lengths {a.lengths}: give two, such as 48,480")
     a.out.mkdir(parents=True, exist_ok=True)
     if a.one:
         print(json.dumps(one_run(a.one, a.device, a.out)))

@@ -115,18 +115,21 @@ def _place(i, kept, blocks, inverse, style_from, SOURCES: gl.constexpr, SPARSE: 
 @_jit
 def _produce(
     shared, q, k, v, style_keys, style_values, SOURCES: gl.constexpr, CONSUMERS: gl.constexpr, ROWS: gl.constexpr,
-    KEYS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, SPARSE: gl.constexpr,
+    KEYS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, SPARSE: gl.constexpr, AFFINE: gl.constexpr,
 ):  # fmt: skip
-    """Fetches the queries once, and keys and values as soon as a stage of shared memory is free."""
+    """Fetches the queries once (AdaIN makes its own), and keys and values as soon as a stage of shared memory is free."""
     buffers, barriers, reading, _, place, extents = shared
     queries, keys, values = buffers
     q_full, k_full, k_empty, v_full, v_empty = barriers
     table, kept, _, _ = reading
     b, t, h, first = place
-    blocks, inverse, style_from, total_blocks, _, _, _ = extents
-    for c in gl.static_range(CONSUMERS):
-        mbarrier.expect(q_full.index(c), ROWS * WIDTH * 2)
-        tma.async_copy_global_to_shared(q, [b, t, h, first + c * ROWS, 0], q_full.index(c), queries.index(c))
+    blocks, inverse, style_from, total_blocks, tokens, _, _ = extents
+    if not AFFINE:
+        for c in gl.static_range(CONSUMERS):
+            # A warpgroup without queries waits for none.
+            if first + c * ROWS < tokens:
+                mbarrier.expect(q_full.index(c), ROWS * WIDTH * 2)
+                tma.async_copy_global_to_shared(q, [b, t, h, first + c * ROWS, 0], q_full.index(c), queries.index(c))
     for i in range(0, total_blocks):
         stage, phase = i % STAGES, (i // STAGES) & 1
         # What says where to read is on its way before the stage is free.
@@ -309,10 +312,11 @@ def _compute(
     most = gl.full([ROWS], float("-inf"), gl.float32, ROW)
     sums_a = gl.zeros([ROWS, SUM_A], gl.float32, LAYOUT_A)
     sums_b = gl.zeros([ROWS, SUM_B if SUM_B else 16], gl.float32, LAYOUT_B)
-    mbarrier.wait(q_full.index(INDEX), 0)
     bias = gl.zeros([ROWS], gl.float32, ROW)
     source = 0
-    if AFFINE:
+    if not AFFINE:
+        mbarrier.wait(q_full.index(INDEX), 0)
+    else:
         source, _ = _place(0, kept, blocks, inverse, style_from, SOURCES, SPARSE)
         bias = _queries_for(
             source, query, affine, table, t, first + INDEX * ROWS, tokens, scale, SOURCES, D, ROWS, WIDTH, ROW
@@ -425,7 +429,7 @@ def _attend(
                         SUMMED)),
             (_consume, (shared, 1, SOURCES, ROWS, KEYS, WIDTH, D, STAGES, PART_A, PART_B, SUM_B, MASKED, WEIGHTED, SPARSE, AFFINE,
                         SUMMED)),
-            (_produce, (shared, q, k, v, style_keys, style_values, SOURCES, CONSUMERS, ROWS, KEYS, WIDTH, STAGES, SPARSE)),
+            (_produce, (shared, q, k, v, style_keys, style_values, SOURCES, CONSUMERS, ROWS, KEYS, WIDTH, STAGES, SPARSE, AFFINE)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -435,7 +439,7 @@ def _attend(
                         SUMMED)),
             (_consume, (shared, 2, SOURCES, ROWS, KEYS, WIDTH, D, STAGES, PART_A, PART_B, SUM_B, MASKED, WEIGHTED, SPARSE, AFFINE,
                         SUMMED)),
-            (_produce, (shared, q, k, v, style_keys, style_values, SOURCES, CONSUMERS, ROWS, KEYS, WIDTH, STAGES, SPARSE)),
+            (_produce, (shared, q, k, v, style_keys, style_values, SOURCES, CONSUMERS, ROWS, KEYS, WIDTH, STAGES, SPARSE, AFFINE)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
 
 
@@ -478,7 +482,8 @@ def launch(
     tokens = 0 if style_k is None else style_k.shape[2]
     queries, _ = block_sizes(d)
     q_affine, k_affine = (sources, sources) if affines is None else affines
-    q_place = q if q.stride(-1) == 1 else q.contiguous()
+    # Where it lies is read under AdaIN only.
+    q_place = q if affines is None or q.stride(-1) == 1 else q.contiguous()
     _attend[(-(-n // queries), b * t * heads)](
         _descriptor(q, ROWS, width), k, v, *style, sources, sources if biases is None else biases,
         sources if kept is None else kept.contiguous(), q_place, q_affine, k_affine, sources if logsums is None else logsums,

@@ -167,16 +167,34 @@ def test_replayed_steps_are_the_launched_ones(style, monkeypatch, tmp_path):
 
 
 @pytest.mark.gpu
-def test_a_capture_that_fails_leaves_the_stream_as_it_was():
-    graphs, x = cuda_graphs.CudaGraphs(), torch.ones(3, device="cuda")
-    before = torch.cuda.current_stream()
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("fault", ["synchronises", "raises"])
+def test_a_capture_that_fails_leaves_stream_random_numbers_and_memory_as_they_were(fault, again):
+    """The first of an object, and one after a graph that shares its pool, which still runs."""
+
+    def fails(x):
+        y = x * torch.ones(1 << 20, device="cuda")
+        if fault == "raises":
+            raise ValueError("while it captures")
+        return y * y.sum().item()
+
+    graphs, x = cuda_graphs.CudaGraphs(), torch.ones(1, device="cuda")
+    for i in range(4 if again else 0):
+        assert graphs("good", lambda x: x + 1, x * i) == i + 1
     for _ in range(2):
-        graphs("a", lambda x: x * 2, x)
-
-    def synchronises(x):
-        return x * x.sum().item()
-
+        graphs("bad", lambda x: x * 2, x)
+    torch.cuda.manual_seed(0)
+    drawn = torch.randn(2, 3, device="cuda")
+    torch.cuda.manual_seed(0)
+    torch.cuda.empty_cache()
+    stream, reserved = torch.cuda.current_stream(), torch.cuda.memory_reserved()
     with pytest.raises(Exception, match=r"(?i)captur"):
-        graphs("a", synchronises, x)
-    assert torch.cuda.current_stream() == before
-    assert float((x + 1).sum()) == 6
+        graphs("bad", fails, x)
+    assert torch.cuda.current_stream() == stream
+    assert torch.equal(torch.randn(2, 3, device="cuda"), drawn)
+    assert torch.empty(1 << 28, device="cuda").is_cuda
+    torch.cuda.empty_cache()
+    # A pool that is shared lives until its last graph goes.
+    assert torch.cuda.memory_reserved() - reserved < (100 << 20 if again else 1)
+    for i in range(4):
+        assert graphs("good", lambda x: x + 1, x * i) == i + 1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,34 @@ CAPTURE_AFTER = 2
 def captures(x: Tensor) -> bool:
     """Whether calls on a tensor can be captured: on CUDA, under PyTorch's own allocator.
 
-    With cudaMallocAsync, which ComfyUI takes unless told otherwise, a capture that fails ends the process.
+    With cudaMallocAsync, which ComfyUI takes unless told otherwise, a capture that fails ends the process. A PyTorch whose
+    generators cannot change their state could not undo one either.
     """
-    return x.is_cuda and torch.cuda.get_allocator_backend() == "native"
+    if not x.is_cuda or not hasattr(torch.Generator, "graphsafe_set_state"):
+        return False
+    return torch.cuda.get_allocator_backend() == "native"
+
+
+@contextmanager
+def _process_kept(device: torch.device, pool: tuple[int, int]) -> Iterator[None]:
+    """Undoes what PyTorch leaves in the process when a capture fails.
+
+    The generator whose state was being captured draws nothing any more, so a capture is given a copy of it. The allocator
+    goes on as if it were capturing: it keeps what is freed, even when memory runs out, and the pool besides.
+    """
+    generator = torch.cuda.default_generators[device.index]
+    state = generator.graphsafe_get_state()
+    generator.graphsafe_set_state(generator.clone_state())
+    try:
+        yield
+    except BaseException:
+        # Refused where the capture itself came to its end.
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(device.index, pool)
+            torch._C._cuda_releasePool(device.index, pool)
+        raise
+    finally:
+        generator.graphsafe_set_state(state)
 
 
 @dataclass
@@ -58,13 +84,14 @@ class CudaGraphs:
 
     def _capture(self, function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> _Captured:
         buffers = tuple(x.clone() for x in inputs)
-        graph = torch.cuda.CUDAGraph()
-        # Another thread may decode previews or copy frames meanwhile. The outer block brings the stream back whatever the
-        # end of a capture that failed does.
+        graph, pool = torch.cuda.CUDAGraph(), self._pool or torch.cuda.graph_pool_handle()
+        # Another thread may decode previews or copy frames meanwhile. The stream's own block brings it back whatever the end
+        # of a capture that failed does.
         with (
+            _process_kept(buffers[0].device, pool),
             torch.cuda.stream(torch.cuda.current_stream()),
-            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
         ):
             output = function(*buffers)
-        self._pool = self._pool or graph.pool()
+        self._pool = pool
         return _Captured(graph, buffers, output)
