@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -139,6 +140,18 @@ def test_calls_are_captured_after_two_and_by_what_they_read(monkeypatch):
         graphs("a", lambda x: x.sum(), torch.full((4,), float(i)))
         graphs("b", lambda x: x.sum(), torch.full((3,), float(i)))
     assert sorted(captured) == [(3,), (3,), (4,)]
+
+
+def test_only_the_current_device_is_captured_and_only_where_a_failure_can_be_undone(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+
+    def captured(device):
+        return cuda_graphs.captures(SimpleNamespace(is_cuda=device != "cpu", device=torch.device(device)))
+
+    assert [captured(d) for d in ("cpu", "cuda:0", "cuda:1", "cuda")] == [False, False, True, True]
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    assert not captured("cuda:1")
 
 
 @pytest.mark.gpu

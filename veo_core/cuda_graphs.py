@@ -16,14 +16,15 @@ CAPTURE_AFTER = 2
 
 
 def captures(x: Tensor) -> bool:
-    """Whether calls on a tensor can be captured: on CUDA, under PyTorch's own allocator.
+    """Whether calls on a tensor can be captured: on the current NVIDIA device, under PyTorch's own allocator.
 
-    With cudaMallocAsync, which ComfyUI takes unless told otherwise, a capture that fails ends the process. A PyTorch whose
-    generators cannot change their state could not undo one either.
+    With cudaMallocAsync, which ComfyUI takes unless told otherwise, a capture that fails ends the process; a PyTorch whose
+    generators cannot change their state could not undo one. A capture records the current device's work alone, and some
+    packs put models on another. On AMD none has been tried.
     """
-    if not x.is_cuda or not hasattr(torch.Generator, "graphsafe_set_state"):
+    if not x.is_cuda or torch.version.hip or not hasattr(torch.Generator, "graphsafe_set_state"):
         return False
-    return torch.cuda.get_allocator_backend() == "native"
+    return torch.cuda.get_allocator_backend() == "native" and x.device.index in (None, torch.cuda.current_device())
 
 
 @contextmanager
