@@ -314,13 +314,13 @@ def _compute(
     sums_b = gl.zeros([ROWS, SUM_B if SUM_B else 16], gl.float32, LAYOUT_B)
     bias = gl.zeros([ROWS], gl.float32, ROW)
     source = 0
-    if not AFFINE:
-        mbarrier.wait(q_full.index(INDEX), 0)
-    else:
+    if AFFINE:
         source, _ = _place(0, kept, blocks, inverse, style_from, SOURCES, SPARSE)
         bias = _queries_for(
             source, query, affine, table, t, first + INDEX * ROWS, tokens, scale, SOURCES, D, ROWS, WIDTH, ROW
         )  # fmt: skip
+    else:
+        mbarrier.wait(q_full.index(INDEX), 0)
     token = _logits(query, keys, k_full, 0, KEYS, WIDTH, STAGES, ROWS, LOGITS, PART_A, PART_B)
     logits = warpgroup_mma_wait(0, [token])
     mbarrier.arrive(k_empty.index(0), count=1)

@@ -36,7 +36,7 @@ from .sites import connected
 from .text import TextEmbedding, TextEncoders
 
 Call = Callable[..., Tensor]
-# What the graph of a style picture keeps, in maps of the first level: SD 1.5, 92 MiB at 512x512 (SDXL less: benchmarks).
+# What the graph of a style picture keeps, in maps of the first level: of SD 1.5 at 512x512, 92 MiB; more than SDXL's.
 GRAPH_MAPS = 37
 
 
