@@ -60,7 +60,8 @@ def cross_frame_attention(
 
     Args:
         q: ``[b, t, heads, n, d]``, any strides. k, v: ``[b, t', heads, n', d]``; of as many frames and tokens, or of others.
-        sources: int64 ``[t, s]``, indices of frames of k in 0..t' - 1. A frame listed twice counts twice.
+        sources: int64 ``[t, s]``, indices of frames of k in 0..t' - 1. A frame listed twice counts twice; it is read once
+            where neither weights nor chosen blocks tell its places apart.
         style_k, style_v: ``[b, heads, m, d]``, shared by all frames.
         weights: float32 ``[s + 1]``, above 0: how much a token of each source counts, the style's last. The attention is
             the convex mix of the groups' that these weights and the groups' own sums give.
@@ -276,6 +277,18 @@ def _for_source(moved, bias, affine, source, k_frame, channels, scale, D: tl.con
     return query, bias
 
 
+@jit
+def _times_listed(table, s, source, SOURCES: tl.constexpr):
+    """How often a frame stands in a list, 0 where it stands before."""
+    times = 0
+    before = 0
+    for r in tl.static_range(SOURCES):
+        same = (tl.load(table + r) == source).to(tl.int32)
+        times += same
+        before += tl.where(r < s, same, 0)
+    return tl.where(before > 0, 0, times)
+
+
 @jit(any_value=("heads", "frames", "k_frames", "style_tokens", "count"))
 def _attend(
     q_base, k_base, v_base, style_k, style_v, table, biases, kept, q_affine, k_affine, logsums, out_base,
@@ -283,7 +296,7 @@ def _attend(
     out_b, out_t, out_h, out_n, heads, frames, k_frames, tokens, style_tokens, count, scale,
     SOURCES: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     MASKED: tl.constexpr, STYLED: tl.constexpr, WEIGHTED: tl.constexpr, SPARSE: tl.constexpr, AFFINE: tl.constexpr,
-    SUMMED: tl.constexpr, ALIGNED: tl.constexpr,
+    MERGED: tl.constexpr, SUMMED: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     rows, channels = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES), tl.arange(0, PADDED)
     head, frame = tl.program_id(1) % heads, tl.program_id(1) // heads
@@ -319,10 +332,16 @@ def _attend(
         for s in range(SOURCES):
             source = tl.load(table + t * SOURCES + s)
             bias = none
+            last = tokens
             if WEIGHTED:
                 bias += tl.load(biases + s)
+            elif MERGED:
+                # A frame that is listed again is read once, and counts as often.
+                times = _times_listed(table + t * SOURCES, s, source, SOURCES)
+                bias += tl.log2(tl.maximum(times, 1).to(tl.float32))
+                last = tl.where(times > 0, tokens, 0)
             one, bias = _for_source(query, bias, k_affine, source, k_frame, channels, scale, D, AFFINE)
-            for first in range(0, tokens, KEYS):
+            for first in range(0, last, KEYS):
                 most, total, sums = _step(
                     one, k_base + source * k_t, v_base + source * v_t, k_n, v_n, first, tokens,
                     scale, bias, channels, most, total, sums, D, KEYS, MASKED,
@@ -440,7 +459,8 @@ def _launch_portable(
             *out.stride()[:4], heads, t, k.shape[1], n, tokens, 0 if kept is None else kept.shape[-1], scale,
             SOURCES=sources.shape[1], D=d, PADDED=padded, MASKED=bool(n % blocks["KEYS"] or tokens % blocks["KEYS"]),
             STYLED=styled, WEIGHTED=biases is not None, SPARSE=kept is not None, AFFINE=affines is not None,
-            SUMMED=logsums is not None, ALIGNED=are_aligned(q, k, v, out, *style), **blocks,
+            MERGED=1 < sources.shape[1] <= hopper.MOST_MERGED, SUMMED=logsums is not None,
+            ALIGNED=are_aligned(q, k, v, out, *style), **blocks,
         )  # fmt: skip
 
     # The blocks that are kept were chosen in sizes that must hold.

@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 HOPPER = (9, 0)
 ROWS = 64
 STAGES = 2
+# Sources of a frame that are looked through for one listed twice; what is found is kept in four bits each.
+MOST_MERGED = 7
 
 
 _refused: list[str] = []
@@ -97,7 +99,39 @@ def _jit(function: Any = None, *, any_value: tuple[str, ...] = ()) -> Any:
 
 
 @_jit
-def _place(i, kept, blocks, inverse, style_from, SOURCES: gl.constexpr, SPARSE: gl.constexpr):
+def _reading(
+    table, blocks, count, style_tokens, SOURCES: gl.constexpr, KEYS: gl.constexpr, SPARSE: gl.constexpr, MERGED: gl.constexpr
+):  # fmt: skip
+    """Where each frame of a list first stands and how often, four bits each; where the style's blocks begin, and all end.
+
+    Each warp finds it by itself, while it has nothing else to do.
+    """
+    found, order, often = SOURCES, 0, 0
+    if MERGED:
+        row = (gl.load(table),)
+        for s in gl.static_range(1, SOURCES):
+            row += (gl.load(table + s),)
+        found = 0
+        for s in gl.static_range(SOURCES):
+            new, many = 1, 0
+            for r in gl.static_range(SOURCES):
+                same = (row[r] == row[s]).to(gl.int32)
+                many += same
+                if r < s:
+                    new *= 1 - same
+            order += new * s << 4 * found
+            often += new * many << 4 * found
+            found += new
+    style_from = found * blocks
+    if SPARSE:
+        style_from = count
+    return order, often, style_from, style_from + (style_tokens + KEYS - 1) // KEYS
+
+
+@_jit
+def _place(
+    i, kept, order, blocks, inverse, style_from, SOURCES: gl.constexpr, SPARSE: gl.constexpr, MERGED: gl.constexpr
+):
     """Source and block within it of the i-th block that is read; the style's come last."""
     entry = i
     if SPARSE:
@@ -106,6 +140,8 @@ def _place(i, kept, blocks, inverse, style_from, SOURCES: gl.constexpr, SPARSE: 
     # A division by what is the same throughout: exact while entry * blocks is below 2^30.
     s = ((entry.to(gl.int64) * inverse) >> 30).to(gl.int32)
     j = entry - s * blocks
+    if MERGED:
+        s = (order >> 4 * s) & 15
     if i >= style_from:
         s = SOURCES
         j = i - style_from
@@ -115,7 +151,8 @@ def _place(i, kept, blocks, inverse, style_from, SOURCES: gl.constexpr, SPARSE: 
 @_jit
 def _produce(
     shared, q, k, v, style_keys, style_values, SOURCES: gl.constexpr, CONSUMERS: gl.constexpr, ROWS: gl.constexpr,
-    KEYS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, SPARSE: gl.constexpr, AFFINE: gl.constexpr,
+    KEYS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, SPARSE: gl.constexpr, MERGED: gl.constexpr,
+    AFFINE: gl.constexpr,
 ):  # fmt: skip
     """Fetches the queries once (AdaIN makes its own), and keys and values as soon as a stage of shared memory is free."""
     buffers, barriers, reading, _, place, extents = shared
@@ -123,18 +160,19 @@ def _produce(
     q_full, k_full, k_empty, v_full, v_empty = barriers
     table, kept, _, _ = reading
     b, t, h, first = place
-    blocks, inverse, style_from, total_blocks, tokens, _, _ = extents
+    blocks, inverse, count, tokens, style_tokens, _ = extents
     if not AFFINE:
         for c in gl.static_range(CONSUMERS):
             # A warpgroup without queries waits for none.
             if first + c * ROWS < tokens:
                 mbarrier.expect(q_full.index(c), ROWS * WIDTH * 2)
                 tma.async_copy_global_to_shared(q, [b, t, h, first + c * ROWS, 0], q_full.index(c), queries.index(c))
+    order, _, style_from, total_blocks = _reading(table, blocks, count, style_tokens, SOURCES, KEYS, SPARSE, MERGED)
     for i in range(0, total_blocks):
         stage, phase = i % STAGES, (i // STAGES) & 1
         # What says where to read is on its way before the stage is free.
-        s, j = _place(i, kept, blocks, inverse, style_from, SOURCES, SPARSE)
-        source = gl.load(table + t * SOURCES + gl.minimum(s, SOURCES - 1)).to(gl.int32)
+        s, j = _place(i, kept, order, blocks, inverse, style_from, SOURCES, SPARSE, MERGED)
+        source = gl.load(table + gl.minimum(s, SOURCES - 1)).to(gl.int32)
         mbarrier.wait(k_empty.index(stage), phase ^ 1)
         mbarrier.expect(k_full.index(stage), KEYS * WIDTH * 2)
         if s < SOURCES:
@@ -173,7 +211,7 @@ def _logits(
 
 @_jit
 def _queries_for(
-    source, query, affine, table, t, row, tokens, scale, SOURCES: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr,
+    source, query, affine, table, row, tokens, scale, SOURCES: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr,
     WIDTH: gl.constexpr, ROW: gl.constexpr,
 ):  # fmt: skip
     """Puts the queries that a source's keys are met by into shared memory; gives a bias a row.
@@ -188,7 +226,7 @@ def _queries_for(
     inside = channel < D
     # Loads that others wait for come first. The style's keys are as they are.
     moves = inside & (source < SOURCES)
-    k_affine += gl.load(table + t * SOURCES + gl.minimum(source, SOURCES - 1)) * k_frame
+    k_affine += gl.load(table + gl.minimum(source, SOURCES - 1)) * k_frame
     x = gl.load(
         place + row[:, None] * q_n + channel[None, :], mask=(row[:, None] < tokens) & inside[None, :], other=0.0
     )
@@ -226,12 +264,13 @@ def _finished(sums_a, sums_b, SUM_B: gl.constexpr):
 
 @_jit
 def _softmax(
-    logits, most, bias, i, kept, biases, blocks, inverse, style_from, tokens, style_tokens, scale, SOURCES: gl.constexpr,
-    KEYS: gl.constexpr, LAYOUT: gl.constexpr, MASKED: gl.constexpr, WEIGHTED: gl.constexpr, SPARSE: gl.constexpr,
+    logits, most, bias, i, kept, order, biases, blocks, inverse, style_from, tokens, style_tokens, scale,
+    SOURCES: gl.constexpr, KEYS: gl.constexpr, LAYOUT: gl.constexpr, MASKED: gl.constexpr, WEIGHTED: gl.constexpr,
+    SPARSE: gl.constexpr, MERGED: gl.constexpr,
 ):  # fmt: skip
     """Weights of a block, and the greatest logit so far; ``bias`` is by row."""
     if MASKED or WEIGHTED:
-        s, j = _place(i, kept, blocks, inverse, style_from, SOURCES, SPARSE)
+        s, j = _place(i, kept, order, blocks, inverse, style_from, SOURCES, SPARSE, MERGED)
         if WEIGHTED:
             bias += gl.load(biases + s)
         if MASKED:
@@ -261,18 +300,27 @@ def _consume(
     shared,
     INDEX: gl.constexpr, SOURCES: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, WIDTH: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr, PART_A: gl.constexpr, PART_B: gl.constexpr, SUM_B: gl.constexpr,
-    MASKED: gl.constexpr, WEIGHTED: gl.constexpr, SPARSE: gl.constexpr, AFFINE: gl.constexpr, SUMMED: gl.constexpr,
+    MASKED: gl.constexpr, WEIGHTED: gl.constexpr, SPARSE: gl.constexpr, MERGED: gl.constexpr, AFFINE: gl.constexpr,
+    SUMMED: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its 64 queries over all blocks."""
-    _, barriers, _, _, place, extents = shared
+    _, barriers, reading, _, place, extents = shared
+    table, _, _, _ = reading
     _, _, _, first = place
-    _, _, _, total_blocks, tokens, _, _ = extents
+    blocks, _, count, tokens, style_tokens, _ = extents
+    order, often, style_from, total_blocks = _reading(table, blocks, count, style_tokens, SOURCES, KEYS, SPARSE, MERGED)
     if first + INDEX * ROWS >= tokens:
         _pass_by(barriers, total_blocks, STAGES)
+    elif style_from < SOURCES * blocks if MERGED else False:
+        # Apart, since what it asks at each block takes time.
+        _compute(
+            shared, order, often, style_from, total_blocks, INDEX, SOURCES, ROWS, KEYS, WIDTH, D, STAGES, PART_A, PART_B,
+            SUM_B, MASKED, WEIGHTED, SPARSE, True, AFFINE, SUMMED,
+        )  # fmt: skip
     else:
         _compute(
-            shared, INDEX, SOURCES, ROWS, KEYS, WIDTH, D, STAGES, PART_A, PART_B, SUM_B, MASKED, WEIGHTED, SPARSE, AFFINE,
-            SUMMED,
+            shared, order, often, style_from, total_blocks, INDEX, SOURCES, ROWS, KEYS, WIDTH, D, STAGES, PART_A, PART_B,
+            SUM_B, MASKED, WEIGHTED, SPARSE, False, AFFINE, SUMMED,
         )  # fmt: skip
 
 
@@ -290,10 +338,11 @@ def _pass_by(barriers, total_blocks, STAGES: gl.constexpr):
 
 @_jit
 def _compute(
-    shared,
+    shared, order, often, style_from, total_blocks,
     INDEX: gl.constexpr, SOURCES: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, WIDTH: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr, PART_A: gl.constexpr, PART_B: gl.constexpr, SUM_B: gl.constexpr,
-    MASKED: gl.constexpr, WEIGHTED: gl.constexpr, SPARSE: gl.constexpr, AFFINE: gl.constexpr, SUMMED: gl.constexpr,
+    MASKED: gl.constexpr, WEIGHTED: gl.constexpr, SPARSE: gl.constexpr, MERGED: gl.constexpr, AFFINE: gl.constexpr,
+    SUMMED: gl.constexpr,
 ):  # fmt: skip
     buffers, barriers, reading, writing, place, extents = shared
     queries, keys, values = buffers
@@ -301,7 +350,7 @@ def _compute(
     table, kept, biases, affine = reading
     out, out_b, out_t, out_h, out_n, logsums = writing
     b, t, h, first = place
-    blocks, inverse, style_from, total_blocks, tokens, style_tokens, scale = extents
+    blocks, inverse, _, tokens, style_tokens, scale = extents
     SUM_A: gl.constexpr = PART_A if SUM_B else WIDTH
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     LAYOUT_A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SUM_A, 16])
@@ -315,9 +364,9 @@ def _compute(
     bias = gl.zeros([ROWS], gl.float32, ROW)
     source = 0
     if AFFINE:
-        source, _ = _place(0, kept, blocks, inverse, style_from, SOURCES, SPARSE)
+        source, _ = _place(0, kept, order, blocks, inverse, style_from, SOURCES, SPARSE, MERGED)
         bias = _queries_for(
-            source, query, affine, table, t, first + INDEX * ROWS, tokens, scale, SOURCES, D, ROWS, WIDTH, ROW
+            source, query, affine, table, first + INDEX * ROWS, tokens, scale, SOURCES, D, ROWS, WIDTH, ROW
         )  # fmt: skip
     else:
         mbarrier.wait(q_full.index(INDEX), 0)
@@ -325,18 +374,29 @@ def _compute(
     logits = warpgroup_mma_wait(0, [token])
     mbarrier.arrive(k_empty.index(0), count=1)
     share, most = _softmax(
-        logits, most, bias, 0, kept, biases, blocks, inverse, style_from, tokens, style_tokens, scale, SOURCES, KEYS, LOGITS,
-        MASKED, WEIGHTED, SPARSE,
+        logits, most, bias, 0, kept, order, biases, blocks, inverse, style_from, tokens, style_tokens, scale, SOURCES, KEYS,
+        LOGITS, MASKED, WEIGHTED, SPARSE, MERGED,
     )  # fmt: skip
     total = gl.sum(share, 1)
     operand = gl.convert_layout(share.to(out.dtype.element_ty), OPERAND)
+    # Sums are in units of how much a token of the source that is read counts.
+    unit, until = 0.0, total_blocks
+    if MERGED:
+        unit, until = gl.log2((often & 15).to(gl.float32)), blocks
     for i in range(1, total_blocks):
+        if MERGED:
+            if i == until:
+                often >>= 4
+                now = gl.where(i < style_from, gl.log2((often & 15).to(gl.float32)), 0.0)
+                most += unit - now
+                unit = now
+                until = gl.where(i < style_from, until + blocks, total_blocks)
         if AFFINE:
-            s, _ = _place(i, kept, blocks, inverse, style_from, SOURCES, SPARSE)
+            s, _ = _place(i, kept, order, blocks, inverse, style_from, SOURCES, SPARSE, MERGED)
             if s != source:
                 source = s
                 bias = _queries_for(
-                    source, query, affine, table, t, first + INDEX * ROWS, tokens, scale, SOURCES, D, ROWS, WIDTH, ROW
+                    source, query, affine, table, first + INDEX * ROWS, tokens, scale, SOURCES, D, ROWS, WIDTH, ROW
                 )  # fmt: skip
         token = _logits(query, keys, k_full, i, KEYS, WIDTH, STAGES, ROWS, LOGITS, PART_A, PART_B)
         before = (i - 1) % STAGES
@@ -345,8 +405,8 @@ def _compute(
         logits = warpgroup_mma_wait(2 if SUM_B else 1, [token])
         mbarrier.arrive(k_empty.index(i % STAGES), count=1)
         share, new = _softmax(
-            logits, most, bias, i, kept, biases, blocks, inverse, style_from, tokens, style_tokens, scale, SOURCES, KEYS, LOGITS,
-            MASKED, WEIGHTED, SPARSE,
+            logits, most, bias, i, kept, order, biases, blocks, inverse, style_from, tokens, style_tokens, scale, SOURCES,
+            KEYS, LOGITS, MASKED, WEIGHTED, SPARSE, MERGED,
         )  # fmt: skip
         fade = gl.exp2(most - new)
         total = total * fade + gl.sum(share, 1)
@@ -364,7 +424,7 @@ def _compute(
     first += INDEX * ROWS
     if SUMMED:
         row = first + gl.arange(0, ROWS, ROW)
-        gl.store(logsums + row, most + gl.log2(total), mask=row < tokens)
+        gl.store(logsums + row, most + unit + gl.log2(total), mask=row < tokens)
     _store(out, out_b, out_t, out_h, out_n, b, t, h, first, tokens, sums_a, total, 0, D, ROWS, SUM_A, LAYOUT_A)
     if SUM_B:
         _store(out, out_b, out_t, out_h, out_n, b, t, h, first, tokens, sums_b, total, SUM_A, D, ROWS, SUM_B, LAYOUT_B)
@@ -376,19 +436,16 @@ def _attend(
     q_b, q_t, q_h, q_n, out_b, out_t, out_h, out_n, heads, frames, k_frames, tokens, style_tokens, count, scale,
     SOURCES: gl.constexpr, CONSUMERS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, WIDTH: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, PART_A: gl.constexpr, PART_B: gl.constexpr,
-    SUM_B: gl.constexpr, MASKED: gl.constexpr, WEIGHTED: gl.constexpr, SPARSE: gl.constexpr, AFFINE: gl.constexpr,
-    SUMMED: gl.constexpr, num_warps: gl.constexpr,
+    SUM_B: gl.constexpr, MASKED: gl.constexpr, WEIGHTED: gl.constexpr, SPARSE: gl.constexpr, MERGED: gl.constexpr,
+    AFFINE: gl.constexpr, SUMMED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     first = gl.program_id(0) * CONSUMERS * ROWS
     h, bt = gl.program_id(1) % heads, gl.program_id(1) // heads
     t, b = bt % frames, bt // frames
     blocks = (tokens + KEYS - 1) // KEYS
     inverse = ((1 << 30) - 1 + blocks) // blocks
-    style_from = SOURCES * blocks
     if SPARSE:
-        style_from = count
         kept += (gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)).to(gl.int64) * count
-    total_blocks = style_from + (style_tokens + KEYS - 1) // KEYS
     queries = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, 1, ROWS, WIDTH], q.layout)
     keys = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, 1, KEYS, WIDTH], k.layout)
     values = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, 1, KEYS, WIDTH], k.layout)
@@ -417,29 +474,31 @@ def _attend(
     shared = (
         (queries, keys, values),
         (q_full, k_full, k_empty, v_full, v_empty),
-        (table, kept, biases, affine),
+        (table + t * SOURCES, kept, biases, affine),
         (out, out_b, out_t, out_h, out_n, logsums),
         (b, t, h, first),
-        (blocks, inverse, style_from, total_blocks, tokens, style_tokens, scale),
+        (blocks, inverse, count, tokens, style_tokens, scale),
     )
     # Constants stay constants only in a tuple written in place.
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consume, (shared, 0, SOURCES, ROWS, KEYS, WIDTH, D, STAGES, PART_A, PART_B, SUM_B, MASKED, WEIGHTED, SPARSE, AFFINE,
-                        SUMMED)),
-            (_consume, (shared, 1, SOURCES, ROWS, KEYS, WIDTH, D, STAGES, PART_A, PART_B, SUM_B, MASKED, WEIGHTED, SPARSE, AFFINE,
-                        SUMMED)),
-            (_produce, (shared, q, k, v, style_keys, style_values, SOURCES, CONSUMERS, ROWS, KEYS, WIDTH, STAGES, SPARSE, AFFINE)),
+            (_consume, (shared, 0, SOURCES, ROWS, KEYS, WIDTH, D, STAGES, PART_A, PART_B, SUM_B, MASKED, WEIGHTED, SPARSE, MERGED,
+                        AFFINE, SUMMED)),
+            (_consume, (shared, 1, SOURCES, ROWS, KEYS, WIDTH, D, STAGES, PART_A, PART_B, SUM_B, MASKED, WEIGHTED, SPARSE, MERGED,
+                        AFFINE, SUMMED)),
+            (_produce, (shared, q, k, v, style_keys, style_values, SOURCES, CONSUMERS, ROWS, KEYS, WIDTH, STAGES, SPARSE, MERGED,
+                        AFFINE)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (shared, 0, SOURCES, ROWS, KEYS, WIDTH, D, STAGES, PART_A, PART_B, SUM_B, MASKED, WEIGHTED, SPARSE, AFFINE,
-                        SUMMED)),
-            (_consume, (shared, 1, SOURCES, ROWS, KEYS, WIDTH, D, STAGES, PART_A, PART_B, SUM_B, MASKED, WEIGHTED, SPARSE, AFFINE,
-                        SUMMED)),
-            (_consume, (shared, 2, SOURCES, ROWS, KEYS, WIDTH, D, STAGES, PART_A, PART_B, SUM_B, MASKED, WEIGHTED, SPARSE, AFFINE,
-                        SUMMED)),
-            (_produce, (shared, q, k, v, style_keys, style_values, SOURCES, CONSUMERS, ROWS, KEYS, WIDTH, STAGES, SPARSE, AFFINE)),
+            (_consume, (shared, 0, SOURCES, ROWS, KEYS, WIDTH, D, STAGES, PART_A, PART_B, SUM_B, MASKED, WEIGHTED, SPARSE, MERGED,
+                        AFFINE, SUMMED)),
+            (_consume, (shared, 1, SOURCES, ROWS, KEYS, WIDTH, D, STAGES, PART_A, PART_B, SUM_B, MASKED, WEIGHTED, SPARSE, MERGED,
+                        AFFINE, SUMMED)),
+            (_consume, (shared, 2, SOURCES, ROWS, KEYS, WIDTH, D, STAGES, PART_A, PART_B, SUM_B, MASKED, WEIGHTED, SPARSE, MERGED,
+                        AFFINE, SUMMED)),
+            (_produce, (shared, q, k, v, style_keys, style_values, SOURCES, CONSUMERS, ROWS, KEYS, WIDTH, STAGES, SPARSE, MERGED,
+                        AFFINE)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
 
 
@@ -489,6 +548,7 @@ def launch(
         sources if kept is None else kept.contiguous(), q_place, q_affine, k_affine, sources if logsums is None else logsums,
         out, *q_place.stride()[:4], *out.stride()[:4], heads, t, k_frames, n, tokens, 0 if kept is None else kept.shape[-1],
         scale, SOURCES=sources.shape[1], D=d, ROWS=ROWS, STAGES=STAGES, MASKED=bool(n % keys or tokens % keys),
-        WEIGHTED=biases is not None, SPARSE=kept is not None, AFFINE=affines is not None, SUMMED=logsums is not None,
-        num_warps=4, **config,
+        WEIGHTED=biases is not None, SPARSE=kept is not None,
+        MERGED=biases is None and kept is None and affines is None and 1 < sources.shape[1] <= MOST_MERGED,
+        AFFINE=affines is not None, SUMMED=logsums is not None, num_warps=4, **config,
     )  # fmt: skip

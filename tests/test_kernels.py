@@ -200,6 +200,23 @@ def test_a_frame_that_is_not_listed_is_not_read():
     assert clean.isfinite().all()
 
 
+@interpreted
+@given(
+    rows=st.integers(1, 9).flatmap(
+        lambda count: st.lists(st.lists(st.integers(0, 2), min_size=count, max_size=count), min_size=3, max_size=3)
+    ),
+    style=st.sampled_from([0, 5]),
+    near=st.booleans(),
+    affine=st.booleans(),
+)
+@settings(max_examples=15, deadline=None)
+def test_a_frame_listed_twice_counts_twice(rows, style, near, affine):
+    q, k, v, _, *style = make(1, 3, 1, 20, 16, 1, style)
+    inputs = q, k, v, torch.tensor(rows), *style
+    given = {"nearby": tokens_nearby(inputs) if near else None, "affines": adain_of(inputs) if affine else None}
+    assert error(kernel(inputs, **given), exact(inputs, **given)) < 1e-3
+
+
 def test_on_the_cpu_attention_is_the_reference():
     inputs = make(1, 3, 2, 10, 16, 3, 4, torch.float32)
     assert torch.equal(attention.cross_frame_attention(*inputs), attention.reference(*inputs))
@@ -493,6 +510,24 @@ def test_compiled_attention_takes_away_means_far_from_zero(d, ratio, dtype):
     limit = 1e-3 if dtype == torch.float16 else 8e-3
     assert error(attention.cross_frame_attention(*inputs, affines=affines), wanted) < limit
     assert error(attention.reference(*inputs, affines=affines), wanted) < limit * (1 + ratio)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [64, 300, 1024])
+@pytest.mark.parametrize("count", [2, 4, 7, 8])
+@pytest.mark.parametrize("style", [0, 100, 256])
+def test_compiled_attention_counts_a_frame_as_often_as_it_is_listed(n, count, style):
+    """All alike, all different, in pairs, and one that comes again at the end."""
+    q, k, v, _, *style = make(1, 8, 2, n, 80, 1, style, device="cuda")
+    some = torch.arange(count)
+    again = torch.where(some == count - 1, 0, some)
+    table = torch.stack(
+        [some * 0 + 3, some, some // 2, again, some.flip(0), some % 2, some % 3, some.clamp(max=1)]
+    ).cuda()
+    inputs = q, k, v, table, *style
+    near = tokens_nearby(inputs)
+    assert error(attention.cross_frame_attention(*inputs), exact(inputs)) < 1e-3
+    assert error(attention.cross_frame_attention(*inputs, nearby=near), exact(inputs, nearby=near)) < 1e-3
 
 
 @pytest.mark.gpu
