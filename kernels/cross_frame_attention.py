@@ -60,8 +60,8 @@ def cross_frame_attention(
 
     Args:
         q: ``[b, t, heads, n, d]``, any strides. k, v: ``[b, t', heads, n', d]``; of as many frames and tokens, or of others.
-        sources: int64 ``[t, s]``, indices of frames of k in 0..t' - 1. A frame listed twice counts twice; it is read once
-            where neither weights nor chosen blocks tell its places apart.
+        sources: int64 ``[t, s]``, indices of frames of k in 0..t' - 1. A frame listed twice counts twice. The kernels read
+            it once where they can: up to 7 sources, no weights, no chosen blocks, and on Hopper no affines.
         style_k, style_v: ``[b, heads, m, d]``, shared by all frames.
         weights: float32 ``[s + 1]``, above 0: how much a token of each source counts, the style's last. The attention is
             the convex mix of the groups' that these weights and the groups' own sums give.
@@ -279,7 +279,7 @@ def _for_source(moved, bias, affine, source, k_frame, channels, scale, D: tl.con
 
 @jit
 def _times_listed(table, s, source, SOURCES: tl.constexpr):
-    """How often a frame stands in a list, 0 where it stands before."""
+    """How often a frame is listed; 0 if it already stood earlier in the list."""
     times = 0
     before = 0
     for r in tl.static_range(SOURCES):
@@ -336,7 +336,7 @@ def _attend(
             if WEIGHTED:
                 bias += tl.load(biases + s)
             elif MERGED:
-                # A frame that is listed again is read once, and counts as often.
+                # A frame that is listed again is read once, and counts as often as it is listed.
                 times = _times_listed(table + t * SOURCES, s, source, SOURCES)
                 bias += tl.log2(tl.maximum(times, 1).to(tl.float32))
                 last = tl.where(times > 0, tokens, 0)

@@ -36,10 +36,8 @@ log = logging.getLogger(__name__)
 HOPPER = (9, 0)
 ROWS = 64
 STAGES = 2
-# Sources of a frame that are looked through for one listed twice; what is found is kept in four bits each.
+# A list of more sources is read as it stands: numbers and counts of sources are packed four bits each into an int32.
 MOST_MERGED = 7
-
-
 _refused: list[str] = []
 
 
@@ -141,7 +139,8 @@ def _place(
     s = ((entry.to(gl.int64) * inverse) >> 30).to(gl.int32)
     j = entry - s * blocks
     if MERGED:
-        s = (order >> 4 * s) & 15
+        # Bounded, since the style's blocks may reach beyond what an int32 holds.
+        s = (order >> 4 * gl.minimum(s, SOURCES - 1)) & 15
     if i >= style_from:
         s = SOURCES
         j = i - style_from
@@ -312,7 +311,7 @@ def _consume(
     if first + INDEX * ROWS >= tokens:
         _pass_by(barriers, total_blocks, STAGES)
     elif style_from < SOURCES * blocks if MERGED else False:
-        # Apart, since what it asks at each block takes time.
+        # Rows without repeats keep the plain loop: to ask at each block whether the source ends takes time.
         _compute(
             shared, order, often, style_from, total_blocks, INDEX, SOURCES, ROWS, KEYS, WIDTH, D, STAGES, PART_A, PART_B,
             SUM_B, MASKED, WEIGHTED, SPARSE, True, AFFINE, SUMMED,
@@ -379,7 +378,8 @@ def _compute(
     )  # fmt: skip
     total = gl.sum(share, 1)
     operand = gl.convert_layout(share.to(out.dtype.element_ty), OPERAND)
-    # Sums are in units of how much a token of the source that is read counts.
+    # `total` and the sums are kept divided by how often the current source is listed, 2^unit; `most` takes up the
+    # difference when the source changes. The style counts once.
     unit, until = 0.0, total_blocks
     if MERGED:
         unit, until = gl.log2((often & 15).to(gl.float32)), blocks
@@ -541,6 +541,8 @@ def launch(
     tokens = 0 if style_k is None else style_k.shape[2]
     queries, _ = block_sizes(d)
     q_affine, k_affine = (sources, sources) if affines is None else affines
+    # AdaIN leaves no registers to count how often a frame is listed.
+    merged = biases is None and kept is None and affines is None and 1 < sources.shape[1] <= MOST_MERGED
     # Where it lies is read under AdaIN only.
     q_place = q if affines is None or q.stride(-1) == 1 else q.contiguous()
     _attend[(-(-n // queries), b * t * heads)](
@@ -548,7 +550,6 @@ def launch(
         sources if kept is None else kept.contiguous(), q_place, q_affine, k_affine, sources if logsums is None else logsums,
         out, *q_place.stride()[:4], *out.stride()[:4], heads, t, k_frames, n, tokens, 0 if kept is None else kept.shape[-1],
         scale, SOURCES=sources.shape[1], D=d, ROWS=ROWS, STAGES=STAGES, MASKED=bool(n % keys or tokens % keys),
-        WEIGHTED=biases is not None, SPARSE=kept is not None,
-        MERGED=biases is None and kept is None and affines is None and 1 < sources.shape[1] <= MOST_MERGED,
-        AFFINE=affines is not None, SUMMED=logsums is not None, num_warps=4, **config,
+        WEIGHTED=biases is not None, SPARSE=kept is not None, MERGED=merged, AFFINE=affines is not None,
+        SUMMED=logsums is not None, num_warps=4, **config,
     )  # fmt: skip

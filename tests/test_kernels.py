@@ -217,6 +217,28 @@ def test_a_frame_listed_twice_counts_twice(rows, style, near, affine):
     assert error(kernel(inputs, **given), exact(inputs, **given)) < 1e-3
 
 
+@interpreted
+@pytest.mark.parametrize(
+    ("row", "weighted", "frames_read"),
+    [
+        ([0, 0, 0], False, 1),
+        ([0, 1, 0], False, 2),
+        ([0, 1, 2], False, 3),
+        ([0, 0, 0], True, 3),
+        ([1] * attention.hopper.MOST_MERGED, False, 1),
+        ([1] * (attention.hopper.MOST_MERGED + 1), False, attention.hopper.MOST_MERGED + 1),
+    ],
+)
+def test_a_frame_listed_twice_is_read_once(monkeypatch, row, weighted, frames_read):
+    """Where no weights tell its places apart, and the list is not too long: by the blocks of keys that are read."""
+    q, k, v, _, *style = make(1, 3, 1, 20, 16, 1, 5)
+    step, steps = attention._step, []
+    monkeypatch.setattr(attention, "_step", lambda *given: steps.append(None) or step(*given))
+    kernel((q, k, v, torch.tensor([row] * 3), *style), weights=torch.ones(len(row) + 1) if weighted else None)
+    blocks_of_queries = blocks_of_a_frame = 2
+    assert len(steps) == 3 * blocks_of_queries * (frames_read * blocks_of_a_frame + 1)
+
+
 def test_on_the_cpu_attention_is_the_reference():
     inputs = make(1, 3, 2, 10, 16, 3, 4, torch.float32)
     assert torch.equal(attention.cross_frame_attention(*inputs), attention.reference(*inputs))
@@ -528,6 +550,16 @@ def test_compiled_attention_counts_a_frame_as_often_as_it_is_listed(n, count, st
     near = tokens_nearby(inputs)
     assert error(attention.cross_frame_attention(*inputs), exact(inputs)) < 1e-3
     assert error(attention.cross_frame_attention(*inputs, nearby=near), exact(inputs, nearby=near)) < 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_compiled_attention_counts_a_style_of_many_blocks_once(dtype):
+    """More blocks of style than a list of small frames has places."""
+    q, k, v, _, *style = make(1, 4, 2, 64, 80, 1, 1500, dtype, device="cuda")
+    table = torch.tensor([[0, 0], [0, 1], [2, 2], [3, 2]], device="cuda")
+    inputs = q, k, v, table, *style
+    assert error(attention.cross_frame_attention(*inputs), exact(inputs)) < (1e-3 if dtype == torch.float16 else 8e-3)
 
 
 @pytest.mark.gpu
