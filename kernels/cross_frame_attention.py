@@ -19,14 +19,15 @@ from ._triton import (
     TritonError,
     are_aligned,
     at_head,
+    cdiv,
     is_planned,
     is_traced,
     jit,
+    next_power_of_2,
     notice_first_use,
     on_its_device,
     runs_on,
     tl,
-    triton,
 )
 from ._triton import state as triton_state
 from .nearby_tokens import add_nearby, nearby_tokens
@@ -192,7 +193,7 @@ def apply_affine(x: Tensor, affine: Tensor) -> Tensor:
 def _read_tokens(kept: Tensor, tokens: int, sources: int, sizes: tuple[int, int]) -> Tensor:
     """bool ``[b, t, heads, n, s n]``: which keys each query reads."""
     queries, keys = sizes
-    blocks = -(-tokens // keys)
+    blocks = cdiv(tokens, keys)
     read = torch.zeros(*kept.shape[:-1], sources * blocks, dtype=torch.bool, device=kept.device)
     read.scatter_(-1, kept.long(), True)
     read = read.repeat_interleave(queries, -2)[..., :tokens, :].unflatten(-1, (sources, blocks))
@@ -449,10 +450,10 @@ def _launch_portable(
     styled = style_k is not None
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     style = [x if x.stride(-1) == 1 else x.contiguous() for x in (style_k, style_v)] if styled else [k[:, 0], v[:, 0]]
-    tokens, padded = style[0].shape[2] if styled else 0, max(16, triton.next_power_of_2(d))
+    tokens, padded = style[0].shape[2] if styled else 0, max(16, next_power_of_2(d))
 
     def run(blocks: Settings) -> None:
-        _attend[(triton.cdiv(n, blocks["QUERIES"]), b * t * heads)](
+        _attend[(cdiv(n, blocks["QUERIES"]), b * t * heads)](
             q, k, v, *style, sources, q if biases is None else biases, q if kept is None else kept.contiguous(),
             *(affines or (q, q)), q if logsums is None else logsums, out,
             *q.stride()[:4], *k.stride()[:4], *v.stride()[:4], *style[0].stride()[:3], *style[1].stride()[:3],
@@ -467,7 +468,7 @@ def _launch_portable(
     if INTERPRETED or kept is not None:
         run(_blocks(d))
     else:
-        bucket = f"heads of {padded}, {triton.next_power_of_2(n)} tokens, {q.element_size() * 8} bits"
+        bucket = f"heads of {padded}, {next_power_of_2(n)} tokens, {q.element_size() * 8} bits"
         run(best("cross-frame attention", bucket, _candidates(d), run))
 
 

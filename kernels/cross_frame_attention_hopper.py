@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._triton import cdiv, next_power_of_2
 from ._triton import state as triton_state
 
 try:
@@ -74,7 +75,7 @@ def _config(d: int) -> dict[str, int]:
     if 32 < d <= 48:
         return {"CONSUMERS": 3, "KEYS": 128, "WIDTH": 64, "REGISTERS": 160, "PART_A": 32, "PART_B": 16, "SUM_B": 0}
     if d <= 64:
-        width = max(16, 1 << (d - 1).bit_length())
+        width = max(16, next_power_of_2(d))
         return {"CONSUMERS": 3, "KEYS": 128, "WIDTH": width, "REGISTERS": 160, "PART_A": width, "PART_B": 0, "SUM_B": 0}
     if d <= 128:
         rest = 16 if d <= 80 else 32 if d <= 96 else 0
@@ -510,12 +511,16 @@ def _addressable(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+@functools.cache
+def _shared_layout(width: int) -> Any:
+    return NVMMASharedLayout(min(128, 2 * width), 16, 5)
+
+
 def _descriptor(x: Tensor, rows: int, width: int) -> Any:
     x = _addressable(x)
     # The step of a dimension of one is never taken, but TMA checks it.
     steps = [s if size > 1 else 8 for s, size in zip(x.stride()[:-1], x.shape[:-1], strict=True)]
-    layout = NVMMASharedLayout(min(128, 2 * width), 16, 5)
-    return TensorDescriptor(x, list(x.shape), [*steps, 1], [1, 1, 1, rows, width], layout)
+    return TensorDescriptor(x, list(x.shape), [*steps, 1], [1, 1, 1, rows, width], _shared_layout(width))
 
 
 def launch(
@@ -545,7 +550,7 @@ def launch(
     merged = biases is None and kept is None and affines is None and 1 < sources.shape[1] <= MOST_MERGED
     # Where it lies is read under AdaIN only.
     q_place = q if affines is None or q.stride(-1) == 1 else q.contiguous()
-    _attend[(-(-n // queries), b * t * heads)](
+    _attend[(cdiv(n, queries), b * t * heads)](
         _descriptor(q, ROWS, width), k, v, *style, sources, sources if biases is None else biases,
         sources if kept is None else kept.contiguous(), q_place, q_affine, k_affine, sources if logsums is None else logsums,
         out, *q_place.stride()[:4], *out.stride()[:4], heads, t, k_frames, n, tokens, 0 if kept is None else kept.shape[-1],

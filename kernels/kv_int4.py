@@ -10,7 +10,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ._triton import INTERPRETED, jit, on_its_device, runs_on, tl, triton
+from ._triton import INTERPRETED, cdiv, jit, next_power_of_2, on_its_device, runs_on, tl
 
 GROUP = 32
 
@@ -129,8 +129,8 @@ def launch_unpack(packed: PackedKV) -> tuple[Tensor, Tensor]:
         (packed.v, packed.v_step, packed.v_low, False),
     ):
         y = torch.empty(*x.shape[:-1], d, dtype=step.dtype, device=x.device)
-        _unpack[(triton.cdiv(rows, block),)](
-            x, step, low, y, rows, m, torch.finfo(step.dtype).max, D=d, PADDED=triton.next_power_of_2(d), ROWS=block,
+        _unpack[(cdiv(rows, block),)](
+            x, step, low, y, rows, m, torch.finfo(step.dtype).max, D=d, PADDED=next_power_of_2(d), ROWS=block,
             PER_CHANNEL=per_channel,
             GROUP=GROUP if per_channel else _value_group(d),
         )  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._triton import INTERPRETED, is_traced, jit, on_its_device, runs_on, tl, triton
+from ._triton import INTERPRETED, cdiv, is_traced, jit, next_power_of_2, on_its_device, runs_on, tl
 
 # Beyond it the narrow product would not fit into the shared memory of a consumer's card.
 MOST_RANK = 128
@@ -77,9 +77,9 @@ def launch(y: Tensor, x: Tensor, down: Tensor, up: Tensor, strengths: Tensor) ->
     ranks = len(down)
     small = INTERPRETED
     blocks = {"ROWS": 16 if small else 128, "INPUTS": 16 if small else 64, "OUTPUTS": 16 if small else 64, "SPAN": 512}
-    _add_slots[(triton.cdiv(rows, blocks["ROWS"]), triton.cdiv(outputs, blocks["SPAN"]))](
+    _add_slots[(cdiv(rows, blocks["ROWS"]), cdiv(outputs, blocks["SPAN"]))](
         flat_y, flat_x, down.contiguous(), up.contiguous(), strengths, out, rows, inputs, outputs, flat_x.stride(0),
-        flat_y.stride(0), RANKS=ranks, PADDED=max(16, triton.next_power_of_2(ranks)), **blocks,
+        flat_y.stride(0), RANKS=ranks, PADDED=max(16, next_power_of_2(ranks)), **blocks,
     )  # fmt: skip
     return out
 

@@ -8,7 +8,7 @@ matter for the tensor cores. What the attention has summed counts by its log-sum
 from einops import rearrange
 from torch import Tensor
 
-from ._triton import INTERPRETED, are_aligned, at_head, jit, on_its_device, tl, triton
+from ._triton import INTERPRETED, are_aligned, at_head, cdiv, jit, next_power_of_2, on_its_device, tl
 
 
 def nearby_tokens(x: Tensor, nearby: Tensor) -> Tensor:
@@ -92,9 +92,9 @@ def add_nearby(
     """
     b, t, heads, n, d = q.shape
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    padded = triton.next_power_of_2(d)
+    padded = next_power_of_2(d)
     rows = 16 if INTERPRETED else max(16, 4096 // padded)
-    _add[(triton.cdiv(n, rows), b * t * heads)](
+    _add[(cdiv(n, rows), b * t * heads)](
         out, logsums, q, k, v, nearby.contiguous(), *(affines or (q, q)), *out.stride()[:4], *q.stride()[:4], *k.stride()[:4],
         *v.stride()[:4], heads, t, k.shape[1], n, scale, D=d, PADDED=padded, ROWS=rows, NEAR=nearby.shape[-1],
         AFFINE=affines is not None, ALIGNED=are_aligned(out, q, k, v),

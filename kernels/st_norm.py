@@ -4,11 +4,14 @@ Between the passes stand only ``[n, C]`` numbers, so that any normalisation (per
 same two kernels. NCHW and channels-last; sums in float32.
 """
 
+import functools
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._triton import INTERPRETED, is_traced, jit, notice_first_use, on_its_device, runs_on, tl, triton
+from ._triton import INTERPRETED, cdiv, is_traced, jit, next_power_of_2, notice_first_use, on_its_device, runs_on, tl
 
 # Elements of a group that one program holds in registers.
 AT_ONCE = 256 if INTERPRETED else 1 << 14
@@ -201,32 +204,48 @@ def _steps(h: Tensor) -> tuple[Tensor, int, int, int]:
     return (h, c * height * width, 1, c) if last else (h, c * height * width, height * width, 1)
 
 
+@functools.cache
 def _tile(channels: int, pixels: int, c_step: int) -> dict[str, int]:
     """Channels and pixels of a program: runs of memory first, 4,096 elements or less."""
     most = 1024 if INTERPRETED else 4096
     if c_step == 1:
-        wide = min(triton.next_power_of_2(channels), most, 64)
-        return {"CHANNELS": wide, "PIXELS": min(triton.next_power_of_2(pixels), most // wide)}
-    long = min(triton.next_power_of_2(pixels), most)
-    return {"CHANNELS": min(triton.next_power_of_2(channels), max(1, most // 2 // long)), "PIXELS": long}
+        wide = min(next_power_of_2(channels), most, 64)
+        return {"CHANNELS": wide, "PIXELS": min(next_power_of_2(pixels), most // wide)}
+    long = min(next_power_of_2(pixels), most)
+    return {"CHANNELS": min(next_power_of_2(channels), max(1, most // 2 // long)), "PIXELS": long}
 
 
 def _partial_sums(h: Tensor, n_step: int, c_step: int, p_step: int) -> Tensor:
     """float32 ``[n, splits, 2, C]``: sums and sums of squares over runs of pixels, less the channel's first pixel."""
     notice_first_use("group norm, ST-Norm")
-    n, channels = h.shape[:2]
-    pixels = h[0, 0].numel()
+    n, channels, height, width = h.shape
+    pixels = height * width
     tile = _tile(channels, pixels, c_step)
-    blocks = triton.cdiv(channels, tile["CHANNELS"])
+    blocks = cdiv(channels, tile["CHANNELS"])
     # Enough programs to fill any chip, each with a few tiles. How a frame is split must not depend on how many there are.
-    splits = max(1, min(triton.cdiv(pixels, 4 * tile["PIXELS"]), 256, triton.cdiv(4096, blocks)))
-    chunk = triton.cdiv(triton.cdiv(pixels, splits), tile["PIXELS"]) * tile["PIXELS"]
-    splits = triton.cdiv(pixels, chunk)
+    splits = max(1, min(cdiv(pixels, 4 * tile["PIXELS"]), 256, cdiv(4096, blocks)))
+    chunk = cdiv(cdiv(pixels, splits), tile["PIXELS"]) * tile["PIXELS"]
+    splits = cdiv(pixels, chunk)
     out = torch.empty(n, splits, 2, channels, device=h.device)
     even = pixels % tile["PIXELS"] == 0 and channels % tile["CHANNELS"] == 0
     _moments[(splits, blocks, n)](
         h, out, n_step, c_step, p_step, channels, pixels, chunk, EVEN=even, LAST=c_step == 1, **tile
     )
+    return out
+
+
+def _apply(
+    h: Tensor, steps: Sequence[int], scale: Tensor, shift: Tensor, silu: bool, residual: Tensor | None
+) -> Tensor:
+    """The second pass; scale and shift are contiguous, the residual as h in memory."""
+    n, channels, height, width = h.shape
+    pixels = height * width
+    out = torch.empty_like(h)
+    tile = _tile(channels, pixels, steps[1])
+    _affine[(cdiv(pixels, tile["PIXELS"]), cdiv(channels, tile["CHANNELS"]), n)](
+        h, scale, shift, h if residual is None else residual, out, *steps, channels, pixels,
+        SILU=silu, RESIDUAL=residual is not None, **tile,
+    )  # fmt: skip
     return out
 
 
@@ -243,20 +262,11 @@ def launch_moments(h: Tensor) -> Tensor:
 def launch_affine(h: Tensor, scale: Tensor, shift: Tensor, silu: bool, residual: Tensor | None = None) -> Tensor:
     """:func:`affine_act` by the kernel."""
     h, *steps = _steps(h)
-    n, channels = h.shape[:2]
-    pixels = h[0, 0].numel()
-    out = torch.empty_like(h)
-    scale, shift = (x.expand(n, channels) for x in (scale, shift))
+    scale, shift = (x.expand(h.shape[:2]).contiguous() for x in (scale, shift))
     if residual is not None:
         layout = torch.contiguous_format if h.is_contiguous() else torch.channels_last
         residual = residual.contiguous(memory_format=layout)
-    tile = _tile(channels, pixels, steps[1])
-    grid = (triton.cdiv(pixels, tile["PIXELS"]), triton.cdiv(channels, tile["CHANNELS"]), n)
-    _affine[grid](
-        h, scale.contiguous(), shift.contiguous(), h if residual is None else residual, out, *steps, channels, pixels,
-        SILU=silu, RESIDUAL=residual is not None, **tile,
-    )  # fmt: skip
-    return out
+    return _apply(h, steps, scale, shift, silu, residual)
 
 
 @on_its_device
@@ -265,9 +275,9 @@ def launch_group_norm(
 ) -> Tensor:
     """:func:`group_norm` by the kernels: one where a group fits into a program's registers, else three."""
     h, *steps = _steps(h)
-    n, channels = h.shape[:2]
-    per, pixels = channels // groups, h[0, 0].numel()
-    per_padded, pixels_padded = triton.next_power_of_2(per), triton.next_power_of_2(pixels)
+    n, channels, height, width = h.shape
+    per, pixels = channels // groups, height * width
+    per_padded, pixels_padded = next_power_of_2(per), next_power_of_2(pixels)
     if per_padded * pixels_padded <= AT_ONCE:
         out = torch.empty_like(h)
         _group_norm[(groups, n)](
@@ -282,9 +292,9 @@ def launch_group_norm(
     _group_affine[(groups, n)](
         h, partial, weight, bias, weight if added is None else added.contiguous(), scale, shift, *steps[:2], splits, channels,
         float(pixels), eps, PER=per, PER_PADDED=per_padded,
-        SPLITS=triton.next_power_of_2(splits), ADDED=added is not None,
+        SPLITS=next_power_of_2(splits), ADDED=added is not None,
     )  # fmt: skip
-    return launch_affine(h, scale, shift, silu)
+    return _apply(h, steps, scale, shift, silu, None)
 
 
 @torch.library.custom_op("veostyle::channel_moments", mutates_args=())

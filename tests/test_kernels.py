@@ -8,12 +8,13 @@ import torch.nn.functional as F
 from comfyui_veostyle.kernels import cross_frame_attention as attention
 from comfyui_veostyle.kernels import fp8_linear, kv_int4, lora_slots, st_norm, tuning
 from comfyui_veostyle.kernels import report as kernel_report
+from comfyui_veostyle.kernels._triton import cdiv, next_power_of_2
 from comfyui_veostyle.kernels.block_mask import choose_blocks
 from comfyui_veostyle.veo_core.layers.style_session import adain_affine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("triton", reason="Triton is not installed")
+triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled on this machine; see the gpu tests")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -237,6 +238,12 @@ def test_a_frame_listed_twice_is_read_once(monkeypatch, row, weighted, frames_re
     kernel((q, k, v, torch.tensor([row] * 3), *style), weights=torch.ones(len(row) + 1) if weighted else None)
     blocks_of_queries = blocks_of_a_frame = 2
     assert len(steps) == 3 * blocks_of_queries * (frames_read * blocks_of_a_frame + 1)
+
+
+@given(st.integers(1, 1 << 40), st.integers(1, 1 << 20))
+def test_sizes_on_the_host_are_tritons(x, y):
+    assert cdiv(x, y) == triton.cdiv(x, y)
+    assert next_power_of_2(x) == triton.next_power_of_2(x)
 
 
 def test_on_the_cpu_attention_is_the_reference():
