@@ -11,7 +11,7 @@ import folder_paths
 from comfy_api.latest import io
 
 if TYPE_CHECKING:
-    from ..veo_core.video.writer import OutputFormat
+    from ..veo_core.video.codecs import OutputFormat
 
 
 def temporary_path(name: str) -> Path:
@@ -41,7 +41,7 @@ def quality_inputs() -> list:
 
 def output_format(codec: str, crf: int, deep: bool) -> OutputFormat:
     """A format of the engine's writer; a crf below 0 is the usual one."""
-    from ..veo_core.video.writer import OutputFormat
+    from ..veo_core.video.codecs import OutputFormat
 
     return OutputFormat(codec, None if crf < 0 else crf, deep=deep)
 

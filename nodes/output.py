@@ -91,7 +91,7 @@ class SaveVideo(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        from ..veo_core.video.writer import CODECS
+        from ..veo_core.video.codecs import CODECS
 
         return schema(
             [

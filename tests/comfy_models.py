@@ -35,7 +35,8 @@ torch.set_grad_enabled(False)
 def make_clip(path, frames, size):
     from fractions import Fraction
 
-    from comfyui_veostyle.veo_core.video.writer import OutputFormat, VideoWriter
+    from comfyui_veostyle.veo_core.video.codecs import OutputFormat
+    from comfyui_veostyle.veo_core.video.writer import VideoWriter
 
     generator = torch.Generator().manual_seed(0)
     coarse = torch.rand(1, 3, 5, 9, generator=generator)

@@ -17,7 +17,7 @@ from comfyui_veostyle.veo_core.video.save import save_clip, usual_format
 from comfyui_veostyle.veo_core.video.scenes import survey
 from comfyui_veostyle.veo_core.video.sheet import TILE, contact_sheet, describe_scenes
 from comfyui_veostyle.veo_core.video.spill import spill_frames
-from comfyui_veostyle.veo_core.video.writer import CODECS, OutputFormat
+from comfyui_veostyle.veo_core.video.codecs import CODECS, OutputFormat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

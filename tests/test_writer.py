@@ -10,17 +10,11 @@ import torch
 from comfyui_veostyle.veo_core.errors import OutputError
 from comfyui_veostyle.veo_core.video import writer as writer_module
 from comfyui_veostyle.veo_core.video.audio import AudioTrack, Waveform, clip_audio, cut_to, read_waveform
+from comfyui_veostyle.veo_core.video.codecs import OutputFormat, available_codecs
 from comfyui_veostyle.veo_core.video.color import ColorTags
 from comfyui_veostyle.veo_core.video.reader import open_clip
 from comfyui_veostyle.veo_core.video.scenes import survey
-from comfyui_veostyle.veo_core.video.writer import (
-    OutputFormat,
-    VideoWriter,
-    available_codecs,
-    check_writable,
-    join,
-    tick,
-)
+from comfyui_veostyle.veo_core.video.writer import VideoWriter, check_writable, join, tick
 from PIL import Image
 
 from .conftest import make_video, numbered, read_number

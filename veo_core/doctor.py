@@ -13,7 +13,7 @@ import torch
 from ..kernels.report import reports
 from .backbones.mini.backbone import BUNDLED, load
 from .errors import ModelError
-from .video.writer import available_codecs
+from .video.codecs import available_codecs
 
 
 def findings() -> Iterator[tuple[str, str, str]]:

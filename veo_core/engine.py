@@ -28,6 +28,7 @@ from .store import RunStore
 from .style.encoder import Style
 from .video.reader import Clip, Frame
 from .video.scenes import Survey, of_scene, survey
+from .video.writer import short_name
 
 
 @dataclass(frozen=True)
@@ -298,7 +299,7 @@ class Stylizer:
         }
         key = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]
         return RunStore(
-            folder / f"{clip.path.stem}-{key}",
+            folder / short_name(clip.path.stem, f"-{key}"),
             manifest,
             {
                 "latents": (timeline.total, self.backbone.channels, height // factor, width // factor),

@@ -1,19 +1,35 @@
-"""From stylised latents to a file, in segments, so that a run that was killed goes on where it stopped."""
+"""Stylised latents to a file, in segments, so that a run that was killed goes on where it stopped."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import closing
 from fractions import Fraction
+from itertools import dropwhile, islice
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from .engine import Monitor, Progress, StylizedLatents, Stylizer, ignore
 from .motion.fusion import TemporalFusion
 from .video.audio import AudioTrack, Waveform, cut_to
-from .video.writer import OutputFormat, VideoWriter, check_writable, join, tick
+from .video.codecs import OutputFormat
+from .video.reader import Clip, Frame
+from .video.writer import VideoWriter, join, tick, try_settings
 
 SEGMENT = 48
+
+
+def writer_settings(clip: Clip, output: OutputFormat) -> dict:
+    """How a clip's result is written: arguments of :class:`~.video.writer.VideoWriter` but for path, times and sound."""
+    return {
+        "size": clip.size,
+        "rate": clip.nominal_rate,
+        "output": output,
+        "tags": clip.info.tags,
+        "alpha": output.keeps_alpha(clip.info.alpha),
+    }
 
 
 @torch.no_grad()
@@ -27,7 +43,7 @@ def render(
     metadata: dict[str, str] | None = None,
     monitor: Monitor = ignore,
 ) -> Path:
-    """Decodes latents and writes them with audio and metadata.
+    """Decodes latents and writes them with audio, metadata and, where the codec has it, the source's transparency.
 
     Codecs whose files can be joined are written in segments of 48 frames beside the latents; a segment that is whole
     is not made again. Segments are the same whether a run was interrupted or not, and so is the file.
@@ -41,32 +57,61 @@ def render(
         ``path``.
 
     Raises:
-        OutputError: as of :class:`~.video.writer.VideoWriter`; nothing is left under ``path``.
+        OutputError: as of :class:`~.video.writer.VideoWriter`, before the first frame where the settings are at fault;
+            nothing is left under ``path``.
     """
     output = output or OutputFormat()
-    check_writable(path, output)
     clip, times = latents.clip, latents.survey.times
     audio = cut_to(audio, latents.survey.duration)
-    settings = {
-        "size": clip.size,
-        "rate": clip.nominal_rate,
-        "time_base": tick(list(times), 1 / clip.nominal_rate),
-        "output": output,
-        "tags": clip.info.tags,
-    }
+    settings = writer_settings(clip, output) | {"time_base": tick(list(times), 1 / clip.nominal_rate)}
+    try_settings(path, audio=audio, metadata=metadata, **settings)
     if not output.joins:
-        with (
-            VideoWriter(path, audio=audio, metadata=metadata, **settings) as writer,
-            closing(engine.decode(latents, monitor=monitor)) as chunks,
-        ):
-            done = 0
-            for frames in chunks:
-                writer.write(frames, times[done : done + len(frames)])
-                done += len(frames)
+        with VideoWriter(path, audio=audio, metadata=metadata, **settings) as writer:
+            with closing(_Transparency(clip)) as alpha:
+                _write(engine, latents, writer, 0, len(times), TemporalFusion(), alpha, monitor)
         return path
     parts = _segments(engine, latents, settings, monitor)
     join(parts, path, output, audio, metadata, lambda: monitor(Progress("decode", len(times), len(times))))
     return path
+
+
+def _write(
+    engine: Stylizer,
+    latents: StylizedLatents,
+    writer: VideoWriter,
+    begin: int,
+    end: int,
+    fusion: TemporalFusion,
+    alpha: _Transparency,
+    monitor: Monitor,
+) -> None:
+    """Decodes frames ``begin`` to ``end`` into a writer, with the source's transparency where it is written."""
+    times, done = latents.survey.times, begin
+    with closing(engine.decode(latents, begin, end, fusion, monitor)) as chunks:
+        for frames in chunks:
+            stamps = [t - times[begin] for t in times[done : done + len(frames)]]
+            writer.write(frames, stamps, alpha.of(done, len(frames)) if writer.alpha else None)
+            done += len(frames)
+
+
+class _Transparency:
+    """The source's transparency, read once, forward."""
+
+    def __init__(self, clip: Clip):
+        self.clip = clip
+        self._frames: Iterator[Frame] | None = None
+
+    def of(self, first: int, count: int) -> Tensor:
+        """``[count, 1, H, W]`` in 0..1 of frames from ``first`` on, which only ascends; 1 where a frame has none."""
+        if self._frames is None:
+            self._frames = self.clip.frames(first)
+        wanted = islice(dropwhile(lambda f: f.index < first, self._frames), count)
+        return torch.stack([torch.ones_like(f.image[:1]) if f.alpha is None else f.alpha for f in wanted])
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._frames is not None:
+            self._frames.close()
 
 
 def _segments(
@@ -76,21 +121,16 @@ def _segments(
     name = f"segment-{output.codec}-{output.crf}-{output.bitrate}-{int(output.deep)}"
     begins = range(0, len(times), SEGMENT)
     parts = [(store.folder / f"{name}-{begin:08d}{output.suffix}", times[begin]) for begin in begins]
-    for (part, origin), begin in zip(parts, begins, strict=True):
-        end = min(begin + SEGMENT, len(times))
-        if part.is_file():
-            monitor(Progress("decode", end, len(times)))
-            continue
-        saved = store.load_state(f"{name}-fused-{begin:08d}") if begin else None
-        fusion = TemporalFusion(None if saved is None else saved[0]["frame"].to(engine.backbone.device))
-        with (
-            VideoWriter(part, **settings) as writer,
-            closing(engine.decode(latents, begin, end, fusion, monitor)) as chunks,
-        ):
-            done = begin
-            for frames in chunks:
-                writer.write(frames, [t - origin for t in times[done : done + len(frames)]])
-                done += len(frames)
-            store.save_state(f"{name}-fused-{end:08d}", {"frame": fusion.last})
-        store.drop_state(f"{name}-fused-{begin:08d}")
+    with closing(_Transparency(latents.clip)) as alpha:
+        for (part, _), begin in zip(parts, begins, strict=True):
+            end = min(begin + SEGMENT, len(times))
+            if part.is_file():
+                monitor(Progress("decode", end, len(times)))
+                continue
+            saved = store.load_state(f"{name}-fused-{begin:08d}") if begin else None
+            fusion = TemporalFusion(None if saved is None else saved[0]["frame"].to(engine.backbone.device))
+            with VideoWriter(part, **settings) as writer:
+                _write(engine, latents, writer, begin, end, fusion, alpha, monitor)
+                store.save_state(f"{name}-fused-{end:08d}", {"frame": fusion.last})
+            store.drop_state(f"{name}-fused-{begin:08d}")
     return parts

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -59,13 +61,14 @@ class RunStore:
     def _matches(self) -> bool:
         try:
             same = json.loads((self.folder / "manifest.json").read_text()) == json.loads(json.dumps(self.manifest))
-        except (OSError, ValueError):
+        except (FileNotFoundError, ValueError):
             return False
         return same and all((self.folder / f"{name}.f32").is_file() for name in self.shapes)
 
     def _begin(self) -> None:
-        shutil.rmtree(self.folder)
-        self.folder.mkdir()
+        if left := _clear(self.folder):
+            raise OSError(errno.ENOTEMPTY, f"{left} in it is of no run")
+        self.folder.mkdir(exist_ok=True)
         for name, shape in self.shapes.items():
             with (self.folder / f"{name}.f32").open("wb") as file:
                 _reserve(file, 4 * int(np.prod(shape, dtype=np.int64)))
@@ -134,9 +137,33 @@ class RunStore:
 
     def remove(self) -> None:
         """Deletes everything that the run kept."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self._lock.release()
-        Path(self._lock.lock_file).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            _clear(self.folder)
+        _unlock(self._lock)
+
+
+# All that a run keeps: what another name has is not its own.
+_OWN = re.compile(r"manifest\.(json|part)|\w+\.f32|[\w-]+\.(safetensors|part)|segment-[\w-]+\.\w+|\.[0-9a-f]{32}.*")
+
+
+def _clear(folder: Path) -> str | None:
+    """Removes what a run made of a folder, and the folder where nothing else is in it; else names what is."""
+    other = None
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and not path.is_symlink() and _OWN.fullmatch(path.name):
+            path.unlink()
+        else:
+            other = path.name
+    if other is None:
+        folder.rmdir()
+    return other
+
+
+def _unlock(lock: FileLock) -> None:
+    """Gives a lock back and removes its file, before another run could take it."""
+    with contextlib.suppress(OSError):
+        Path(lock.lock_file).unlink(missing_ok=True)
+    lock.release()
 
 
 def _reserve(file: BinaryIO, size: int) -> None:
@@ -156,15 +183,24 @@ def _replace_text(path: Path, text: str) -> None:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Deletes all but the most recently used runs in a folder of runs; one in use is left alone."""
+    """Deletes all but the most recently used runs in a folder of runs; one in use, and what no run made, is left alone."""
     if not folder.is_dir():
         return
-    runs = sorted((r for r in folder.iterdir() if r.is_dir()), key=lambda r: r.stat().st_mtime, reverse=True)
-    for run in runs[keep:]:
+    runs = [r for r in folder.iterdir() if _is_run(r)]
+    for run in sorted(runs, key=lambda r: r.stat().st_mtime, reverse=True)[keep:]:
         lock = FileLock(str(run) + ".lock")
         try:
-            with lock.acquire(timeout=0):
-                shutil.rmtree(run, ignore_errors=True)
-        except Timeout:
+            lock.acquire(timeout=0)
+        except (Timeout, OSError):
             continue
-        Path(lock.lock_file).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            _clear(run)
+        _unlock(lock)
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a run made a folder, by its manifest."""
+    try:
+        return not folder.is_symlink() and {"format", "arrays"} <= set(json.loads((folder / "manifest.json").read_text()))
+    except (OSError, ValueError, TypeError):
+        return False

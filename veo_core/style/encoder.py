@@ -6,13 +6,12 @@ import hashlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageOps
 from torch import Tensor
 
 from ..errors import InputError
+from ..video.pictures import open_picture, read_picture
 from ..video.scenes import of_scene
 from .prompts import Prompts, join_prompts
 
@@ -160,28 +159,15 @@ def parse_shares(text: str) -> list[float]:
 
 
 def _load_picture(path: Path) -> Tensor:
-    if not path.is_file():
-        raise InputError(f"style image {path} does not exist; give the path of a picture")
-    if path.stat().st_size == 0:
-        raise InputError(f"style image {path} is empty (0 bytes); export or download it again")
-    try:
-        with Image.open(path) as picture:
-            width, height = picture.size
-            if width * height > MAX_PIXELS:
-                raise InputError(
-                    f"style image {path} is {width}x{height} pixels, more than {MAX_PIXELS:,}; scale it down"
-                )
-            picture.draft("RGB", (2 * SHORT_SIDE, 2 * SHORT_SIDE))
-            picture = ImageOps.exif_transpose(picture)
-            if picture.has_transparency_data:
-                picture = picture.convert("RGBA")
-                picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
-            pixels = np.array(picture.convert("RGB"), dtype=np.float32)
-    except Image.DecompressionBombError as e:
-        raise InputError(f"style image {path} is too large ({e}); scale it down") from e
-    except (OSError, SyntaxError, ValueError) as e:
-        raise InputError(f"style image {path} is not a picture that can be read ({e}); give a PNG, JPEG or WebP") from e
-    return torch.from_numpy(pixels).movedim(-1, 0) / 255
+    name = f"style image {path}"
+    with open_picture(path, name) as picture:
+        width, height = picture.size
+    if width * height > MAX_PIXELS:
+        raise InputError(f"{name} is {width}x{height} pixels, more than {MAX_PIXELS:,}; scale it down")
+    pixels, alpha = read_picture(path, name, draft=2 * SHORT_SIDE)
+    if alpha is not None:
+        pixels = pixels * alpha + 1 - alpha
+    return torch.from_numpy(pixels)
 
 
 def cover(picture: Tensor, height: int, width: int) -> Tensor:

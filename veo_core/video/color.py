@@ -25,6 +25,10 @@ _LUMA = {
     10: (0.2627, 0.0593),
 }
 BT709, BT601, UNSPECIFIED = 1, 6, 2
+YCGCO = 8
+# Of these FFmpeg knows the equations too; with another it would convert nothing.
+_SWSCALE = (1, 2, 4, 5, 6, 7, 9, 10)
+_UNREAD = {11: "YDzDx", 13: "constant luminance by primaries", 14: "ICtCp", 15: "IPT-C2", 16: "YCgCo-Re", 17: "YCgCo-Ro"}
 PQ, HLG = 16, 18
 FULL_RANGE = 2
 
@@ -50,10 +54,19 @@ class ColorTags:
         return self.transfer in (PQ, HLG)
 
 
-def tags_of(frame: av.VideoFrame) -> ColorTags:
-    """What a decoded frame says of its colours. Untagged YUV is BT.601 below 720 lines, else BT.709, as in players."""
+def read_tags(frame: av.VideoFrame) -> ColorTags:
+    """What a decoded frame says of its colours. Untagged YUV is BT.601 below 720 lines, else BT.709, as in players.
+
+    A matrix that FFmpeg does not convert is taken off the frame: :func:`to_rgb` applies it.
+
+    Raises ValueError that names a matrix which is not read.
+    """
     matrix = int(frame.colorspace)
-    if matrix not in _LUMA:
+    if matrix in _UNREAD and not _is_rgb(frame):
+        raise ValueError(f"its colours are {_UNREAD[matrix]}, which is not read; convert it to BT.709 first")
+    if matrix not in _SWSCALE:
+        frame.colorspace = UNSPECIFIED
+    if matrix not in _LUMA and matrix != YCGCO:
         matrix = BT709 if frame.height >= 720 or frame.width >= 1280 else BT601
     full = int(frame.color_range) == FULL_RANGE or frame.format.name.startswith("yuvj")
     return ColorTags(matrix, int(frame.color_primaries), int(frame.color_trc), full)
@@ -95,9 +108,13 @@ def to_rgb(frame: av.VideoFrame, tags: ColorTags) -> tuple[np.ndarray, np.ndarra
         y, (u, v) = planes[0] / top, ((p - 32768.0) / top for p in planes[1:3])
     else:
         y, (u, v) = (planes[0] - 4096.0) / 56064.0, ((p - 32768.0) / 57344.0 for p in planes[1:3])
-    kr, kb = _LUMA[tags.matrix]
-    r, b = y + 2 * (1 - kr) * v, y + 2 * (1 - kb) * u
-    g = (y - kr * r - kb * b) / (1 - kr - kb)
+    if tags.matrix == YCGCO:
+        # ITU-T H.273, eq. 47 to 50: u is Cg, v is Co.
+        r, g, b = y - u + v, y + u, y - u - v
+    else:
+        kr, kb = _LUMA[tags.matrix]
+        r, b = y + 2 * (1 - kr) * v, y + 2 * (1 - kb) * u
+        g = (y - kr * r - kb * b) / (1 - kr - kb)
     return np.clip(np.stack([r, g, b]), 0, 1), planes[3:] / top if alpha else None
 
 

@@ -15,7 +15,8 @@ from ..errors import InputError
 from .audio import AudioTrack, Waveform, cut_to
 from .reader import Clip
 from .save import timed
-from .writer import OutputFormat, VideoWriter, tick
+from .codecs import OutputFormat
+from .writer import VideoWriter, tick
 
 Layout = Literal["split", "side_by_side", "stacked"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)

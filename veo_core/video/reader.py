@@ -2,80 +2,26 @@
 
 from __future__ import annotations
 
-import logging
-import struct
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Literal, get_args
 
-import av
-import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageOps, ImageSequence
 from torch import Tensor
 
 from ..errors import InputError
-from .color import ColorTags, has_alpha, tags_of, to_rgb, tone_map
-from .container import open_input
+from .info import Decoded, ReadReport, VideoInfo
+from .scale import scale
+from .sources import decode, probe
 
-log = logging.getLogger(__name__)
-
-STILL_RATE = Fraction(24)
-STILL_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp"})
 MIN_SIDE, MAX_SIDE = 16, 16384
-THUMBNAIL = (36, 64)
 # Containers round time stamps to a millisecond.
 SAME_TIME = Fraction(1, 1000)
 Fit = Literal["stretch", "crop", "pad"]
-
-
-@dataclass(frozen=True)
-class AudioInfo:
-    """One audio stream: its place in the file, codec, rate in Hz, channel count and layout name."""
-
-    index: int
-    codec: str
-    rate: int
-    channels: int
-    layout: str
-
-
-@dataclass(frozen=True)
-class VideoInfo:
-    """What a file says of itself before it is decoded.
-
-    Attributes:
-        width, height: as displayed, after rotation and pixel aspect ratio.
-        rate: average frames per second.
-        duration: seconds, or None where the file does not say.
-        bits: per component. alpha: whether there is transparency.
-        rotation: degrees clockwise to turn the coded picture; mirrored: flipped left to right after that.
-        pixel_aspect: width over height of one coded pixel.
-        origin: time stamp of the first picture in the file, seconds.
-        notices: what a person should know, such as tone mapping or interlacing.
-    """
-
-    width: int
-    height: int
-    rate: Fraction
-    duration: Fraction | None
-    codec: str
-    bits: int
-    alpha: bool
-    tags: ColorTags
-    rotation: int = 0
-    mirrored: bool = False
-    pixel_aspect: Fraction = Fraction(1)
-    interlaced: bool = False
-    video_streams: int = 1
-    origin: Fraction = Fraction(0)
-    audio: tuple[AudioInfo, ...] = ()
-    notices: tuple[str, ...] = ()
 
 
 @dataclass
@@ -93,36 +39,6 @@ class Frame:
     time: Fraction
     image: Tensor
     alpha: Tensor | None = None
-
-
-@dataclass
-class _Decoded:
-    """A decoded frame that has not been converted yet: seconds since the stream began, and how long it shows."""
-
-    time: Fraction
-    duration: Fraction
-    convert: Callable[[], tuple[Tensor, Tensor | None]]
-    thumbnail: Callable[[], Tensor]
-
-
-@dataclass
-class ReadReport:
-    """What went wrong while a clip was read: undecodable packets, an early end, times that jump back."""
-
-    corrupt_packets: int = 0
-    truncated: bool = False
-    jumps: int = 0
-
-    @property
-    def notices(self) -> list[str]:
-        out = []
-        if self.corrupt_packets:
-            out.append(f"{self.corrupt_packets} corrupt packets were skipped; the other frames keep their times")
-        if self.truncated:
-            out.append("the file ends early; what is there was used")
-        if self.jumps:
-            out.append(f"time stamps jump back {self.jumps} times; the frames after a jump follow those before it")
-        return out
 
 
 @dataclass(frozen=True)
@@ -231,8 +147,8 @@ class Clip:
             return f"{self.path}: no frame at or after start = {float(self.start):g} s; the video is {length}. Lower start."
         return f"{self.path}: no frame could be decoded. The file is empty or damaged; play or re-encode it to check."
 
-    def _selected(self, report: ReadReport) -> Iterator[tuple[Fraction, _Decoded]]:
-        source = _decode_stills(self.path) if _is_stills(self.path) else _decode(self.path, self.stream, report)
+    def _selected(self, report: ReadReport) -> Iterator[tuple[Fraction, Decoded]]:
+        source = decode(self.path, self.stream, report, self.start)
         end = None if self.duration is None else self.start + self.duration
         timed = _at_rate(source, self.rate, self.start, end) if self.rate else _between(source, self.start, end)
         return islice(timed, 0, None if self.max_frames is None else self.max_frames * self.every_nth, self.every_nth)
@@ -243,26 +159,18 @@ class Clip:
         if (w, h) == (width, height):
             return image
         if self.fit == "stretch" or not (self.width and self.height):
-            return _scale(image, width, height)
+            return scale(image, width, height)
         pick = max if self.fit == "crop" else min
-        scale = pick(Fraction(width, w), Fraction(height, h))
-        inner_w, inner_h = max(1, round(w * scale)), max(1, round(h * scale))
-        image = _scale(image, inner_w, inner_h)
+        factor = pick(Fraction(width, w), Fraction(height, h))
+        inner_w, inner_h = max(1, round(w * factor)), max(1, round(h * factor))
+        image = scale(image, inner_w, inner_h)
         left, top = (width - inner_w) // 2, (height - inner_h) // 2
         return F.pad(image, (left, width - inner_w - left, top, height - inner_h - top))
 
 
-def _scale(image: Tensor, width: int, height: int) -> Tensor:
-    """Antialiased bicubic: an area-like filter where the picture shrinks, Lanczos-like where it grows."""
-    if image.shape[-2:] == (height, width):
-        return image
-    out = F.interpolate(image[None], (height, width), mode="bicubic", align_corners=False, antialias=True)
-    return out[0].clamp(0, 1)
-
-
-def _between(source: Iterator[_Decoded], start: Fraction, end: Fraction | None) -> Iterator[tuple[Fraction, _Decoded]]:
+def _between(source: Iterator[Decoded], start: Fraction, end: Fraction | None) -> Iterator[tuple[Fraction, Decoded]]:
     """Frames from ``start`` on; the one on show at ``start`` begins there."""
-    on_show: _Decoded | None = None
+    on_show: Decoded | None = None
     for frame in source:
         if end is not None and frame.time >= end:
             break
@@ -278,13 +186,13 @@ def _between(source: Iterator[_Decoded], start: Fraction, end: Fraction | None) 
 
 
 def _at_rate(
-    source: Iterator[_Decoded], rate: Fraction, start: Fraction, end: Fraction | None
-) -> Iterator[tuple[Fraction, _Decoded]]:
+    source: Iterator[Decoded], rate: Fraction, start: Fraction, end: Fraction | None
+) -> Iterator[tuple[Fraction, Decoded]]:
     """The frame on show at ``start + k / rate`` for every k while the video lasts."""
     count = 0
-    held: _Decoded | None = None
+    held: Decoded | None = None
 
-    def due(until: Fraction) -> Iterator[tuple[Fraction, _Decoded]]:
+    def due(until: Fraction) -> Iterator[tuple[Fraction, Decoded]]:
         nonlocal count
         while (time := start + count / rate) < until:
             if end is not None and time >= end:
@@ -315,9 +223,12 @@ def open_clip(
     width: int | None = None,
     height: int | None = None,
     fit: Fit = "crop",
-    stream: int = 0,
+    stream: int | None = None,
 ) -> Clip:
     """Looks into a file and describes a piece of it. Arguments as of :class:`Clip`; 0 means None where that is a choice.
+
+    Args:
+        stream: None is the one that the file flags as default, or its first.
 
     Raises:
         InputError: a missing or unreadable file, no video stream, a size, rate or span that makes no sense.
@@ -356,7 +267,7 @@ def open_clip(
         width or None,
         height or None,
         fit,
-        stream,
+        info.stream,
     )
     if min(clip.size) < MIN_SIDE or max(clip.size) > MAX_SIDE:
         given = " and ".join(f"{n} = {v}" for n, v in (("width", width), ("height", height)) if v) or "its own size"
@@ -374,276 +285,6 @@ def exact_rate(value: float | Fraction) -> Fraction:
         if abs(value - base / 1.001) < 0.003:
             return Fraction(base * 1000, 1001)
     return Fraction(value).limit_denominator(100_000)
-
-
-def probe(path: Path, stream: int = 0) -> VideoInfo:
-    """Reads a file's headers and its first frame. Raises InputError that says what is wrong with the file."""
-    if not path.exists():
-        raise InputError(f"{path} does not exist; give the path of a video, an animated picture or a folder of stills")
-    if _is_stills(path):
-        return _probe_stills(path)
-    if path.is_dir():
-        raise InputError(
-            f"{path} is a folder without pictures; give a folder of {', '.join(sorted(STILL_SUFFIXES))} files"
-        )
-    if path.stat().st_size == 0:
-        raise InputError(f"{path} is empty (0 bytes); export or download it again")
-    try:
-        with open_input(path) as container:
-            return _probe_container(path, container, stream)
-    except av.FFmpegError as e:
-        raise InputError(f"{path} is not a video that can be read ({e.strerror}); give a video file") from e
-
-
-def _probe_container(path: Path, container: av.container.InputContainer, stream: int) -> VideoInfo:
-    videos = [v for v in container.streams.video if not v.disposition & av.stream.Disposition.attached_pic]
-    if not videos:
-        kinds = ", ".join(sorted({s.type for s in container.streams})) or "nothing"
-        raise InputError(f"{path} has no video stream (it holds {kinds}); give a file with pictures")
-    if not 0 <= stream < len(videos):
-        raise InputError(f"{path} has {len(videos)} video streams; stream = {stream} is not one of them, count from 0")
-    video = videos[stream]
-    audio = tuple(
-        AudioInfo(
-            a.index,
-            a.codec_context.name,
-            a.codec_context.sample_rate,
-            a.codec_context.channels,
-            a.codec_context.layout.name,
-        )
-        for a in container.streams.audio
-        if a.codec_context is not None and a.codec_context.sample_rate
-    )
-    frame = next(_frames_of(container, video, ReadReport()), None)
-    if frame is None:
-        raise InputError(
-            f"{path}: no frame could be decoded. The file is empty or damaged; play or re-encode it to check."
-        )
-    tags = tags_of(frame)
-    rotation, mirrored = _orientation(frame)
-    aspect = Fraction(video.sample_aspect_ratio or 1) or Fraction(1)
-    width, height = max(1, round(frame.width * aspect)), frame.height
-    if rotation % 180:
-        width, height = height, width
-    notices = []
-    if tags.hdr:
-        notices.append(f"{'PQ' if tags.transfer == 16 else 'HLG'} high dynamic range is tone-mapped to BT.709")
-    if frame.interlaced_frame:
-        notices.append("the video is interlaced and is read as it is; deinterlace it first for the best result")
-    rate = video.average_rate or video.guessed_rate or STILL_RATE
-    duration = None
-    if video.duration is not None:
-        duration = video.duration * video.time_base
-    elif container.duration is not None:
-        duration = Fraction(container.duration, av.time_base)
-    return VideoInfo(
-        width,
-        height,
-        Fraction(rate),
-        duration,
-        video.codec_context.codec.canonical_name,
-        max(c.bits for c in frame.format.components),
-        has_alpha(frame.format.name),
-        tags,
-        rotation,
-        mirrored,
-        aspect,
-        bool(frame.interlaced_frame),
-        len(videos),
-        (frame.pts or 0) * (frame.time_base or video.time_base),
-        audio,
-        tuple(notices),
-    )
-
-
-def _orientation(frame: av.VideoFrame) -> tuple[int, bool]:
-    """Clockwise quarter turns (degrees) and mirroring of a display matrix: out = R(rotation) then, if set, flip x."""
-    matrix = frame.side_data.get("DISPLAYMATRIX")
-    if matrix is None:
-        return 0, False
-    a, b, _, c, d = struct.unpack("=5i", bytes(matrix)[:20])
-    mirrored = a * d - b * c < 0
-    if mirrored:
-        a, c = -a, -c
-    turn = {(1, 0): 0, (0, 1): 90, (-1, 0): 180, (0, -1): 270}
-    key = tuple(0 if abs(v) < 1 << 15 else (1 if v > 0 else -1) for v in (a, b))
-    return turn.get(key, 0), mirrored
-
-
-def _frames_of(container, video, report: ReadReport) -> Iterator[av.VideoFrame]:
-    """Decodes a stream; a packet that cannot be decoded is counted and left out."""
-    video.thread_type = "AUTO"
-    packets = container.demux(video)
-    while True:
-        try:
-            packet = next(packets)
-        except StopIteration:
-            return
-        except av.EOFError:
-            return
-        except av.FFmpegError as e:
-            log.debug("demuxing stopped: %s", e)
-            report.truncated = True
-            return
-        try:
-            for frame in packet.decode():
-                if frame.is_corrupt:
-                    report.corrupt_packets += 1
-                yield frame
-        except av.EOFError:
-            return
-        except av.FFmpegError:
-            report.corrupt_packets += 1
-
-
-def _decode(path: Path, stream: int, report: ReadReport) -> Iterator[_Decoded]:
-    with open_input(path) as container:
-        video = [v for v in container.streams.video if not v.disposition & av.stream.Disposition.attached_pic][stream]
-        interval = 1 / Fraction(video.average_rate or video.guessed_rate or STILL_RATE)
-        begin: Fraction | None = None
-        previous = -interval
-        for frame in _frames_of(container, video, report):
-            base = frame.time_base or video.time_base
-            # AVI has no presentation times; what is guessed for reordered pictures jumps to and fro.
-            stamp = frame.dts if container.format.name == "avi" else frame.pts
-            time = stamp * base if stamp is not None else (begin or 0) + previous + interval
-            begin = time if begin is None else begin
-            time -= begin
-            if time <= previous - 1:
-                begin += time - previous - interval
-                time = previous + interval
-                report.jumps += 1
-            if time <= previous:
-                continue
-            previous = time
-            duration = frame.duration * base if frame.duration else interval
-            aspect = video.sample_aspect_ratio
-            yield _Decoded(time, duration, partial(_convert, frame, aspect), partial(_thumbnail, frame))
-        if video.duration and previous + interval * Fraction(3, 2) < video.duration * video.time_base:
-            report.truncated = True
-
-
-def _convert(frame: av.VideoFrame, aspect: Fraction | None) -> tuple[Tensor, Tensor | None]:
-    tags = tags_of(frame)
-    rgb, alpha = to_rgb(frame, tags)
-    if tags.hdr:
-        rgb = tone_map(rgb, tags)
-    image = torch.from_numpy(np.ascontiguousarray(rgb, dtype=np.float32))
-    if alpha is not None:
-        image = torch.cat([image, torch.from_numpy(np.ascontiguousarray(alpha, dtype=np.float32))])
-    if aspect and aspect != 1:
-        image = _scale(image, max(1, round(frame.width * aspect)), frame.height)
-    rotation, mirrored = _orientation(frame)
-    image = torch.rot90(image, -(rotation // 90), (1, 2))
-    if mirrored:
-        image = image.flip(2)
-    image = image.contiguous()
-    return image[:3], image[3:] if alpha is not None else None
-
-
-def _thumbnail(frame: av.VideoFrame) -> Tensor:
-    height, width = THUMBNAIL
-    pixels = frame.reformat(width=width, height=height, format="rgb24", interpolation="AREA").to_ndarray()
-    return torch.from_numpy(pixels).movedim(-1, 0).float() / 255
-
-
-def _still_thumbnail(still: Image.Image) -> Tensor:
-    small = still.convert("RGB").resize(THUMBNAIL[::-1], Image.Resampling.BOX)
-    return torch.from_numpy(np.array(small)).movedim(-1, 0).float() / 255
-
-
-def _is_stills(path: Path) -> bool:
-    if path.is_dir():
-        return any(p.suffix.lower() in STILL_SUFFIXES for p in path.iterdir())
-    return path.suffix.lower() == ".webp"
-
-
-def _still_files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-
-    def natural(p: Path) -> list:
-        parts = "".join(c if c.isdigit() else " " for c in p.stem).split()
-        return [[int(n) for n in parts], p.name]
-
-    return sorted((p for p in path.iterdir() if p.suffix.lower() in STILL_SUFFIXES), key=natural)
-
-
-def _decode_stills(path: Path) -> Iterator[_Decoded]:
-    """Animated WebP, which FFmpeg cannot animate, by its own durations; a folder at 24 frames a second."""
-    time = Fraction(0)
-    size: tuple[int, int] | None = None
-    for file in _still_files(path):
-        if _is_deep_png(file):
-            frame = _deep_frame(file)
-            size = size or (frame.width, frame.height)
-            yield _Decoded(time, 1 / STILL_RATE, partial(_convert_deep, frame, size), partial(_thumbnail, frame))
-            time += 1 / STILL_RATE
-            continue
-        with _open_still(file) as picture:
-            for still in ImageSequence.Iterator(picture):
-                own = still.copy()
-                milliseconds = still.info.get("duration") if path.is_file() else None
-                duration = Fraction(int(milliseconds), 1000) if milliseconds else 1 / STILL_RATE
-                size = size or ImageOps.exif_transpose(own).size
-                yield _Decoded(time, duration, partial(_convert_still, own, size), partial(_still_thumbnail, own))
-                time += duration
-
-
-def _is_deep_png(file: Path) -> bool:
-    """Whether a PNG has 16 bits of colour, of which Pillow would keep 8: its header's bit depth and colour type."""
-    with file.open("rb") as stream:
-        head = stream.read(26)
-    return head[:4] == b"\x89PNG" and head[24:25] == b"\x10" and head[25:26] in (b"\x02", b"\x06")
-
-
-def _deep_frame(file: Path) -> av.VideoFrame:
-    try:
-        with av.open(file) as container:
-            return next(container.decode(video=0))
-    except (av.FFmpegError, StopIteration) as e:
-        raise InputError(f"{file} is not a picture that can be read ({e}); remove or replace it") from e
-
-
-def _convert_deep(frame: av.VideoFrame, size: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
-    image, alpha = _convert(frame, None)
-    return _scale(image, *size), None if alpha is None else _scale(alpha, *size)
-
-
-def _open_still(file: Path) -> Image.Image:
-    try:
-        picture = Image.open(file)
-        picture.load()
-    except Image.DecompressionBombError as e:
-        raise InputError(f"{file} is too large a picture ({e}); scale it down") from e
-    except (OSError, SyntaxError, ValueError) as e:
-        raise InputError(f"{file} is not a picture that can be read ({e}); remove or replace it") from e
-    return picture
-
-
-def _convert_still(still: Image.Image, size: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
-    still = ImageOps.exif_transpose(still)
-    transparent = still.has_transparency_data
-    if still.mode.startswith("I"):
-        # Pillow would clip 16-bit grey at 255.
-        pixels = np.repeat(np.array(still, dtype=np.float32)[..., None] / 65535, 3, axis=2).clip(0, 1)
-    else:
-        pixels = np.array(still.convert("RGBA" if transparent else "RGB"), dtype=np.float32) / 255
-    image = torch.from_numpy(pixels).movedim(-1, 0)
-    image = _scale(image, *size) if still.size != size else image.contiguous()
-    return image[:3], image[3:] if transparent else None
-
-
-def _probe_stills(path: Path) -> VideoInfo:
-    files = _still_files(path)
-    with _open_still(files[0]) as picture:
-        count = getattr(picture, "n_frames", 1) if path.is_file() else len(files)
-        first = picture.info.get("duration") if path.is_file() else None
-        rate = Fraction(1000, int(first)) if first else STILL_RATE
-        upright = ImageOps.exif_transpose(picture)
-        return VideoInfo(
-            *upright.size, rate, count / rate, picture.format.lower(), 8, picture.has_transparency_data, ColorTags()
-        )
 
 
 def read_frames(clip: Clip, first: int, count: int, progress: Callable[[int], None] = lambda index: None) -> Tensor:

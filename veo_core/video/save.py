@@ -12,7 +12,8 @@ from .audio import AudioTrack, Waveform, cut_to
 from .container import open_input
 from .reader import Clip
 from .spill import SPILLED
-from .writer import CODECS, OutputFormat, VideoWriter, check_writable, join, tick
+from .codecs import CODECS, OutputFormat
+from .writer import VideoWriter, check_writable, join, tick
 
 # Matroska has no decoding times for the first packets of a stream whose pictures are reordered.
 LOOKED_AT = 64

@@ -11,7 +11,8 @@ from typing import BinaryIO
 from torch import Tensor
 
 from ..errors import InputError
-from .writer import OutputFormat, VideoWriter
+from .codecs import OutputFormat
+from .writer import VideoWriter
 
 LEVELS = 1023
 # Matroska would round times to milliseconds; NUT keeps them.

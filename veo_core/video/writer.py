@@ -6,146 +6,28 @@ import contextlib
 import errno
 import math
 import os
-import re
-import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Literal, get_args
 
 import av
 import av.filter
 import numpy as np
+import torch
 from torch import Tensor
 
-from ..errors import OutputError
-from .audio import AudioPieces, AudioTrack, Waveform, copied_packets, open_audio
-from .color import BT601, BT709, ColorTags, from_rgb
+from ..errors import InputError, OutputError
+from .audio import AudioPieces, AudioTrack, Waveform, copied_packets, copies, cut_to, open_audio
+from .codecs import OutputFormat, sound_settings
+from .color import BT601, BT709, YCGCO, ColorTags, from_rgb
 from .container import open_input
 
-Codec = Literal["h264", "h265", "vp9", "av1", "prores4444", "ffv1", "png", "png16", "gif", "webp"]
-CODECS: tuple[Codec, ...] = get_args(Codec)
-
-
-@dataclass(frozen=True)
-class _Encoder:
-    """How a format is written: encoder, containers (the first is the usual one), pixel format, the deeper one, crf."""
-
-    name: str
-    suffixes: tuple[str, ...]
-    pixel_format: str
-    deep_format: str | None = None
-    alpha_format: str | None = None
-    crf: int | None = None
-    options: dict[str, str] = field(default_factory=dict)
-    audio: tuple[str, ...] = ()
-
-
-_MP4_AUDIO = ("aac", "mp3", "ac3", "eac3", "alac")
-_ENCODERS: dict[str, _Encoder] = {
-    "h264": _Encoder(
-        "libx264", (".mp4", ".mov", ".mkv"), "yuv420p", "yuv420p10le", None, 18, {"preset": "medium"}, _MP4_AUDIO
-    ),
-    "h265": _Encoder(
-        "libx265",
-        (".mp4", ".mov", ".mkv"),
-        "yuv420p",
-        "yuv420p10le",
-        None,
-        22,
-        {"preset": "medium", "x265-params": "log-level=error"},
-        _MP4_AUDIO,
-    ),
-    "vp9": _Encoder(
-        "libvpx-vp9",
-        (".webm", ".mkv"),
-        "yuv420p",
-        "yuv420p10le",
-        "yuva420p",
-        30,
-        {"b": "0", "row-mt": "1"},
-        ("opus", "vorbis"),
-    ),
-    "av1": _Encoder(
-        "libsvtav1", (".mp4", ".webm", ".mkv"), "yuv420p", "yuv420p10le", None, 30, {"preset": "8"}, ("opus",)
-    ),
-    "prores4444": _Encoder(
-        "prores_ks",
-        (".mov",),
-        "yuva444p10le",
-        "yuva444p10le",
-        "yuva444p10le",
-        None,
-        {"profile": "4444", "alpha_bits": "16"},
-        ("pcm_s16le", "aac"),
-    ),
-    "ffv1": _Encoder(
-        "ffv1",
-        (".mkv", ".nut"),
-        "yuv444p",
-        "yuv444p10le",
-        "yuva444p",
-        None,
-        {"level": "3"},
-        ("flac", "aac", "opus", "pcm_s16le", "mp3"),
-    ),
-    "png": _Encoder("png", ("",), "rgb24", None, "rgba"),
-    "png16": _Encoder("png", ("",), "rgb48be", None, "rgba64be"),
-    "gif": _Encoder("gif", (".gif",), "pal8"),
-    "webp": _Encoder("libwebp_anim", (".webp",), "yuv420p", None, "yuva420p", None, {"quality": "85"}),
-}
-_AUDIO_ENCODERS = {"aac": "aac", "opus": "libopus", "flac": "flac", "pcm_s16le": "pcm_s16le", "vorbis": "libvorbis"}
-_CRF_MAX = {"h264": 51, "h265": 51, "vp9": 63, "av1": 63}
-
-
-@dataclass(frozen=True)
-class OutputFormat:
-    """How to write a video.
-
-    Attributes:
-        codec: one of ``Codec``; ``png`` and ``png16`` write a folder of pictures.
-        crf: quality where the codec has one, lower is better; None is the codec's usual.
-        bitrate: bits per second in place of a quality.
-        deep: 10 bits per component where the codec can.
-    """
-
-    codec: Codec = "h264"
-    crf: int | None = None
-    bitrate: int | None = None
-    deep: bool = False
-
-    def __post_init__(self) -> None:
-        if self.codec not in _ENCODERS:
-            raise OutputError(f"codec = {self.codec} is unknown; give one of {', '.join(_ENCODERS)}")
-        top = _CRF_MAX.get(self.codec)
-        if self.crf is not None and (top is None or not 0 <= self.crf <= top):
-            allowed = f"give 0 to {top}" if top else f"{self.codec} has none; leave it out"
-            raise OutputError(f"crf = {self.crf} cannot be used with {self.codec}; {allowed}")
-        if self.deep and _ENCODERS[self.codec].deep_format is None:
-            raise OutputError(f"deep: {self.codec} has no 10-bit form; choose h264, h265, vp9, av1, prores4444 or ffv1")
-        if self.bitrate is not None and not (self.bitrate > 0 and self.codec in _CRF_MAX):
-            raise OutputError(
-                f"bitrate = {self.bitrate} cannot be used with {self.codec}; give a positive number with h264, h265, vp9 or av1"
-            )
-        if self.bitrate is not None and self.crf is not None:
-            raise OutputError(f"crf = {self.crf} and bitrate = {self.bitrate} exclude each other; give one of them")
-
-    @property
-    def is_folder(self) -> bool:
-        """Whether a folder of pictures is written."""
-        return self.codec in ("png", "png16")
-
-    @property
-    def joins(self) -> bool:
-        """Whether files of this codec can be joined by their packets."""
-        return self.codec not in ("png", "png16", "gif", "webp")
-
-    @property
-    def suffix(self) -> str:
-        """Usual file name ending; empty for a folder of pictures."""
-        return _ENCODERS[self.codec].suffixes[0]
+# In a folder of pictures, that a writer made it: nobody's files are taken for its own.
+MARK = ".veostyle"
+NAME_BYTES = 255
+# Seconds of sound that settings are tried with.
+TRIED = Fraction(1, 2)
 
 
 class _Output:
@@ -158,9 +40,9 @@ class _Output:
         audio: AudioTrack | Waveform | None,
         metadata: dict[str, str] | None,
     ):
-        self.path, self.output = Path(path), output or OutputFormat()
+        # By its full path: a colon in a relative one would be read as a protocol.
+        self.path, self.output = Path(path).absolute(), output or OutputFormat()
         self.audio, self.metadata = audio, metadata or {}
-        self.encoder = _ENCODERS[self.output.codec]
         check_writable(self.path, self.output)
         # Two threads may write the same name; names have a limit of 255 bytes.
         self.part = self.path.with_name(f".{uuid.uuid4().hex}.part{self.path.suffix}")
@@ -170,7 +52,7 @@ class _Output:
     def __enter__(self):
         try:
             self._open()
-        except (av.FFmpegError, OSError, ValueError) as e:
+        except (av.FFmpegError, OSError, ValueError, InputError) as e:
             self._discard()
             raise self._failure(e) from e
         return self
@@ -179,9 +61,14 @@ class _Output:
         try:
             if kind is None:
                 self._finish()
+                # Hours may have passed since it was looked at.
+                check_writable(self.path, self.output)
+                earlier = self.path.with_name(f".{uuid.uuid4().hex}.old")
                 if self.path.is_dir():
-                    shutil.rmtree(self.path)
+                    self.path.replace(earlier)
                 self.part.replace(self.path)
+                if earlier.is_dir():
+                    _remove_pictures(earlier)
         except (av.FFmpegError, OSError) as e:
             raise self._failure(e) from e
         finally:
@@ -203,21 +90,33 @@ class _Output:
         """Opens the audio; its packets are then muxed as the pictures' time passes."""
         self._audio_packets: Iterator[av.Packet] = iter(())
         self._next_audio: av.Packet | None = None
-        if self.audio is None or not self.encoder.audio:
+        sound = self.output.row.sound
+        if self.audio is None or not sound:
             return
-        if isinstance(self.audio, AudioTrack):
+        if isinstance(self.audio, AudioTrack) and copies(self.audio, sound):
             with open_input(self.audio.path) as source:
-                if not source.streams.audio:
-                    return
-                stream = source.streams.audio[0]
-                if stream.codec_context.name in self.encoder.audio:
-                    self._audio_packets = copied_packets(self.audio, self._container.add_stream_from_template(stream))
-                    return
+                stream = next(a for a in source.streams.audio if self.audio.stream in (None, a.index))
+                copied = self._container.add_stream_from_template(stream)
+            self._audio_packets = copied_packets(self.audio, copied)
+            return
         opened = self._held.enter_context(open_audio(self.audio))
-        name = next(c for c in self.encoder.audio if c in _AUDIO_ENCODERS)
-        rate = 48000 if name == "opus" else opened.rate
-        stream = self._container.add_stream(_AUDIO_ENCODERS[name], rate=rate, layout=_layout(opened.channels))
-        self._audio_packets = _encoded_packets(opened, stream)
+        self._audio_packets = _encoded_packets(opened, self._add_sound(opened))
+
+    def _add_sound(self, opened: AudioPieces) -> av.audio.stream.AudioStream:
+        """A stream of the encoder, rate and layout nearest to a sound's that the encoder takes."""
+        refused: Exception | None = None
+        for name, rate, layout in sound_settings(self.output.row, opened.rate, opened.layout):
+            try:
+                # Tried apart: a container keeps every stream that was added to it.
+                context = av.CodecContext.create(name, "w")
+                context.sample_rate, context.layout = rate, layout
+                context.format, context.time_base = context.codec.audio_formats[0], Fraction(1, rate)
+                context.open()
+            except (av.FFmpegError, ValueError) as e:
+                refused = e
+                continue
+            return self._container.add_stream(name, rate=rate, layout=layout)
+        raise refused
 
     def _mux_audio(self, until: Fraction | None) -> None:
         """Muxes the audio packets before a time in seconds; all that are left for None."""
@@ -240,10 +139,10 @@ class _Output:
             container, self._container = self._container, None
             with contextlib.suppress(av.FFmpegError, OSError):
                 container.close()
-        if self.part.is_dir():
-            shutil.rmtree(self.part, ignore_errors=True)
-        else:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if self.part.is_dir():
+                _remove_pictures(self.part)
+            else:
                 self.part.unlink(missing_ok=True)
 
     def _failure(self, error: Exception) -> OutputError:
@@ -288,11 +187,9 @@ class VideoWriter(_Output):
         super().__init__(path, output, audio, metadata)
         self.size, self.rate, self.time_base = size, rate, time_base or 1 / rate
         self.tags = ColorTags(BT601) if self.output.codec == "webp" else _sdr_tags(tags, size)
-        self.pixel_format = self.encoder.pixel_format
-        if self.output.deep:
-            self.pixel_format = self.encoder.deep_format
-        elif alpha and self.encoder.alpha_format:
-            self.pixel_format = self.encoder.alpha_format
+        self.output.check_size(size)
+        self.alpha = self.output.keeps_alpha(alpha)
+        self.pixel_format = self.output.pixel_format(alpha)
         self.count = 0
         self._palette: av.filter.Graph | None = None
         self._hundredth: int | None = None
@@ -300,21 +197,23 @@ class VideoWriter(_Output):
     def _open(self) -> None:
         if self.output.is_folder:
             self.part.mkdir()
+            (self.part / MARK).touch()
         else:
             super()._open()
 
     def _add_video(self) -> av.video.stream.VideoStream:
-        stream = self._container.add_stream(self.encoder.name, rate=self.rate)
+        row = self.output.row
+        stream = self._container.add_stream(row.encoder, rate=self.rate)
         context = stream.codec_context
         width, height = self._even(*self.size)
         context.width, context.height, context.pix_fmt = width, height, self.pixel_format
         context.time_base = stream.time_base = self.time_base
-        options = dict(self.encoder.options)
+        options = dict(row.options)
         if self.output.bitrate:
             context.bit_rate = self.output.bitrate
             options.pop("b", None)
-        elif self.encoder.crf is not None:
-            options["crf"] = str(self.output.crf if self.output.crf is not None else self.encoder.crf)
+        elif row.crf is not None:
+            options["crf"] = str(self.output.crf if self.output.crf is not None else row.crf)
         if self.output.codec == "h264" and min(self.size) < 144:
             # x264's lookahead reads memory it never wrote in frames this small: no two runs give the same bits.
             options["mbtree"] = "0"
@@ -433,23 +332,30 @@ def join(
 
 
 def check_writable(path: Path, output: OutputFormat) -> None:
-    """Raises OutputError when a file of this name cannot be made, before any work is done."""
-    encoder = _ENCODERS[output.codec]
-    try:
-        av.Codec(encoder.name, "w")
-    except (av.FFmpegError, ValueError) as e:
+    """Raises OutputError when a file of this name cannot be made, before any work is done.
+
+    A file of that name will be replaced; a folder only where a writer made it and nothing was added since.
+    """
+    path = Path(path).absolute()
+    if output.row.encoder not in av.codecs_available:
         raise OutputError(
-            f"codec = {output.codec}: this FFmpeg has no {encoder.name}; `veostyle doctor` lists what it has"
-        ) from e
-    if output.is_folder:
-        kept = [p.name for p in path.iterdir() if not re.fullmatch(r"\d{6}\.png", p.name)] if path.is_dir() else []
-        if path.is_file() or kept:
-            what = f"is a folder with other files in it ({kept[0]})" if kept else "is a file"
-            raise OutputError(f"{path} {what}; choose another name for the folder of pictures")
-    elif path.suffix.lower() not in encoder.suffixes:
-        raise OutputError(
-            f"{path}: {output.codec} cannot go into '{path.suffix}'; name it with {', '.join(encoder.suffixes)}"
+            f"codec = {output.codec}: this FFmpeg has no {output.row.encoder}; `veostyle doctor` lists what it has"
         )
+    if not output.is_folder and path.suffix.lower() not in output.row.suffixes:
+        raise OutputError(
+            f"{path}: {output.codec} cannot go into '{path.suffix}'; name it with {', '.join(output.row.suffixes)}"
+        )
+    if len(os.fsencode(path.name)) > NAME_BYTES:
+        raise OutputError(f"{path}: its name is longer than {NAME_BYTES} bytes; give a shorter one")
+    if path.is_dir():
+        if not output.is_folder or path.is_symlink():
+            raise OutputError(f"{path} is a folder; it is left as it is. Choose another name or output folder")
+        if foreign := _foreign(path):
+            raise OutputError(
+                f"{path} is a folder with other files in it ({foreign}); choose another name for the folder of pictures"
+            )
+    elif output.is_folder and path.exists():
+        raise OutputError(f"{path} is a file; choose another name for the folder of pictures")
     folder = path.parent
     if not folder.is_dir():
         raise OutputError(f"{folder} is not a folder; make it first or choose another")
@@ -457,10 +363,65 @@ def check_writable(path: Path, output: OutputFormat) -> None:
         raise OutputError(f"{folder} is not writable; change its permissions or choose another folder")
 
 
+def short_name(stem: str, ending: str) -> str:
+    """``stem + ending``, the stem cut where the name would be longer than file systems allow, with room for a counter."""
+    room = NAME_BYTES - 16 - len(os.fsencode(ending))
+    return os.fsencode(stem)[:room].decode("utf-8", "ignore") + ending
+
+
+def _foreign(folder: Path) -> str | None:
+    """A file in a folder of pictures that its writer did not make; None where there is none."""
+    names = {p.name for p in folder.iterdir()}
+    if not names:
+        return None
+    count = len(names) - 1
+    made = {MARK, *(f"{i:06d}.png" for i in range(1, count + 1))}
+    others = sorted(names - made) if MARK in names else sorted(names)
+    return others[0] if others else None
+
+
+def _remove_pictures(folder: Path) -> None:
+    """Removes a folder that a writer made, and of its files only those; the folder stays where others are in it."""
+    for number in range(1, sum(1 for _ in folder.iterdir()) + 1):
+        (folder / f"{number:06d}.png").unlink(missing_ok=True)
+    (folder / MARK).unlink(missing_ok=True)
+    folder.rmdir()
+
+
+def try_settings(
+    path: Path,
+    size: tuple[int, int],
+    rate: Fraction,
+    *,
+    audio: AudioTrack | Waveform | None = None,
+    **settings: object,
+) -> None:
+    """Writes a frame and the first of the sound with real encoders, beside ``path``, and removes it again.
+
+    Arguments as of :class:`VideoWriter`. Raises OutputError for settings with which a whole run would fail at its end.
+    """
+    output = settings.get("output") or OutputFormat()
+    check_writable(path, output)
+    trial = Path(path).absolute().with_name(f".{uuid.uuid4().hex}{Path(path).suffix if output.suffix else ''}")
+    try:
+        with VideoWriter(trial, size, rate, audio=cut_to(audio, TRIED), **settings) as writer:
+            alpha = torch.ones(1, 1, *size[::-1]) if settings.get("alpha") else None
+            writer.write(torch.zeros(1, 3, *size[::-1]), [Fraction(0)], alpha)
+    except OutputError as e:
+        raise OutputError(str(e).replace(str(trial), str(path))) from e
+    finally:
+        if trial.is_dir():
+            _remove_pictures(trial)
+        else:
+            trial.unlink(missing_ok=True)
+
+
 def _sdr_tags(tags: ColorTags | None, size: tuple[int, int]) -> ColorTags:
     """Tags to write: those read, unless they were of high dynamic range, which has been mapped to BT.709."""
     if tags is None:
         return ColorTags(BT709 if size[1] >= 720 or size[0] >= 1280 else BT601)
+    if tags.matrix == YCGCO:
+        return ColorTags(BT709 if tags.primaries == 1 else BT601, tags.primaries, tags.transfer)
     return ColorTags(BT709, 1, 1) if tags.hdr else tags
 
 
@@ -469,7 +430,8 @@ def _encoded_packets(audio: AudioPieces, stream: av.audio.stream.AudioStream) ->
     resampler = av.AudioResampler(context.format, context.layout, context.rate)
     position = 0
     for piece in audio.pieces:
-        frame = av.AudioFrame.from_ndarray(piece, format="fltp", layout=_layout(audio.channels))
+        # Encoders of floats write what is louder than full scale, and some players wrap it.
+        frame = av.AudioFrame.from_ndarray(piece.clip(-1, 1), format="fltp", layout=audio.layout)
         frame.rate, frame.pts, frame.time_base = audio.rate, position, Fraction(1, audio.rate)
         position += piece.shape[1]
         for out in resampler.resample(frame):
@@ -477,11 +439,6 @@ def _encoded_packets(audio: AudioPieces, stream: av.audio.stream.AudioStream) ->
     for out in resampler.resample(None):
         yield from stream.encode(out)
     yield from stream.encode(None)
-
-
-def _layout(channels: int) -> str:
-    names = {1: "mono", 2: "stereo", 3: "2.1", 4: "quad", 5: "5.0", 6: "5.1", 7: "6.1", 8: "7.1"}
-    return names.get(channels) or f"{channels}c"
 
 
 def _save_png(frame: av.VideoFrame, path: Path) -> None:
@@ -526,15 +483,3 @@ def tick(times: list[Fraction], fallback: Fraction) -> Fraction:
         if denominator > 1_000_000:
             return Fraction(1, 90_000)
     return Fraction(1, denominator) if denominator > 1 or len(times) > 1 else fallback
-
-
-def available_codecs() -> dict[str, bool]:
-    """Every codec and whether this FFmpeg can write it."""
-    out = {}
-    for codec, encoder in _ENCODERS.items():
-        try:
-            av.Codec(encoder.name, "w")
-            out[codec] = True
-        except (av.FFmpegError, ValueError):
-            out[codec] = False
-    return out
