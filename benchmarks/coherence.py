@@ -27,8 +27,8 @@ from comfyui_veostyle.veo_core.options import StylizeOptions
 from comfyui_veostyle.veo_core.style.encoder import load_style
 from comfyui_veostyle.veo_core.train.data import SIDE, exposure_and_noise, synthetic_clips
 from comfyui_veostyle.veo_core.train.teachers import Magenta, load_predictor
-from comfyui_veostyle.veo_core.video.reader import Clip, open_clip
 from comfyui_veostyle.veo_core.video.codecs import OutputFormat
+from comfyui_veostyle.veo_core.video.reader import Clip, open_clip
 from comfyui_veostyle.veo_core.video.writer import VideoWriter
 from PIL import Image
 

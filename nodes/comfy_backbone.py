@@ -17,7 +17,7 @@ from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
 from ..kernels.cross_frame_attention import cross_frame_attention, takes
-from ..veo_core.backbones.base import Defaults
+from ..veo_core.backbones.base import DIFFUSION, Defaults
 from ..veo_core.backbones.stable_diffusion.text import TextEmbedding
 from ..veo_core.errors import InputError, ModelError
 from ..veo_core.layers.st_norm import TemporalContext, calibrate
@@ -61,18 +61,46 @@ class Family:
 FAMILIES = {
     "BaseModel": Family("SD 1.5", "", 1, Defaults(steps=20, guidance=7.0, window=16, overlap=4)),
     "SDXL": Family("SDXL", "", 1, Defaults(steps=20, guidance=6.0, window=16, overlap=4)),
-    "WAN21": Family("Wan 2.1", "blocks", 2, Defaults(steps=20, guidance=5.0, window=33, overlap=8)),
-    "WAN22": Family("Wan 2.2", "blocks", 2, Defaults(steps=20, guidance=5.0, window=33, overlap=8)),
+    "WAN21": Family("Wan 2.1 or 2.2 14B", "blocks", 2, Defaults(steps=20, guidance=5.0, window=33, overlap=8)),
+    "WAN22": Family("Wan 2.2 5B", "blocks", 2, Defaults(steps=20, guidance=5.0, window=33, overlap=8)),
     "LTXV": Family("LTXV", "transformer_blocks", 1, Defaults(steps=20, guidance=3.0, window=49, overlap=16)),
 }
 
 
+# Classes of core that are one of these inside and need more than frames and words, by how their names begin.
+VARIANTS = {
+    "WAN21_Vace": "Wan VACE, which takes control videos",
+    "WAN21_Camera": "Wan with camera control, which takes a camera's path",
+    "WAN21_HuMo": "Wan HuMo, which takes sound and references",
+    "WAN22_Animate": "Wan Animate, which takes poses and faces",
+    "WAN_Animate": "Wan Animate, which takes poses and faces",
+    "WAN22_S2V": "Wan speech to video, which takes sound",
+    "WAN21_SCAIL": "Wan SCAIL, which takes poses and references",
+    "WAN21_FlowRVS": "Wan FlowRVS, which segments videos",
+    "WAN21_CausalAR": "causal Wan, which only its own sampler runs",
+    "WAN22_WanDancer": "WanDancer, which takes music",
+    "LTXAV": "LTX with sound (LTX-2), whose latents hold both",
+}
+
+
 def family_of(model: Any) -> Family:
-    """The family of a MODEL. Raises ModelError for another architecture."""
+    """The family of a MODEL. Raises ModelError for another architecture, and for one that takes more than frames and words."""
     kind, config = type(model.model).__name__, type(model.model.model_config).__name__
+    known = ", ".join(f.name for f in FAMILIES.values())
+    if variant := next((text for start, text in VARIANTS.items() if kind.startswith(start)), None):
+        raise ModelError(
+            f"model is {variant}; this node gives frames and words alone. Connect a text-to-video MODEL of {known}"
+        )
     if kind not in FAMILIES or (kind == "BaseModel" and config != "SD15"):
-        known = ", ".join(f.name for f in FAMILIES.values())
         raise ModelError(f"model is a {config} ({kind}), which is not known here; give a MODEL of {known}")
+    taken = getattr(model.get_model_object("diffusion_model"), "in_dim", None)
+    channels = model.model.latent_format.latent_channels
+    if kind.startswith("WAN") and taken not in (None, channels):
+        # Core would fill the rest with zeros, which such a model was not trained on.
+        raise ModelError(
+            f"model is a Wan that takes {taken - channels} more channels of an image, mask or control video (image to "
+            "video, Fun), which this node does not give; connect a text-to-video MODEL"
+        )
     return FAMILIES[kind]
 
 
@@ -114,6 +142,7 @@ class ComfyBackbone:
     """
 
     managed = True
+    reads = DIFFUSION
 
     def __init__(self, model: Any, vae: Any, clip: Any, sampler: str, scheduler: str, identity: str):
         for name, given in (("model", model), ("vae", vae), ("clip", clip)):
@@ -136,6 +165,10 @@ class ComfyBackbone:
                 f"vae gives latents of {vae.latent_channels} channels, and {self.family.name} takes {self.channels}; "
                 "connect the VAE that belongs to the model"
             )
+        if self.is_video and getattr(vae, "latent_dim", 3) != 3:
+            raise ModelError(
+                f"vae is one for pictures, and {self.family.name} takes one for video; connect the model's own"
+            )
         self.factor = vae.spacial_compression_encode()
         self.time_factor = (vae.temporal_compression_decode() or 1) if self.is_video else 1
         self.multiple = self.factor * self.family.patch
@@ -145,6 +178,10 @@ class ComfyBackbone:
     def is_video(self) -> bool:
         """Whether frames of a window are one clip to the model, with attention over time of its own."""
         return bool(self.family.blocks)
+
+    @property
+    def temporal(self) -> bool:
+        return self.is_video
 
     @property
     def module(self) -> torch.nn.Module:
@@ -209,6 +246,9 @@ class ComfyBackbone:
             declare_handed(x.new_empty(2, 2, sum(norm.num_channels for _, norm in norms)))
         return torch.empty_like(x)
 
+    def guides(self, style: Style) -> bool:
+        return style.has_words
+
     def evaluations(self, options: StylizeOptions) -> int:
         times = max((n for start, n in SEVERAL.items() if self.sampler.startswith(start)), default=1)
         return times * steps_done(options.steps, options.denoise)
@@ -228,7 +268,7 @@ class _Run:
         self.session, self.shares = StyleSession(self.injection), list(condition.style.weights)
         # A video's first latent frame is its anchor already.
         self.skipped = int(backbone.is_video and job.window.start == job.window.scene.anchor)
-        self.calls, self.recorded = 0, None
+        self.calls, self.recorded, self.progress = 0, None, 0.0
 
     @torch.no_grad()
     def latents(self) -> Tensor:
@@ -291,7 +331,11 @@ class _Run:
         pictures = [cover(p, height, width).to(self.backbone.device) for p in self.condition.style.pictures]
         self.style = torch.cat([self.backbone.encode(p) for p in pictures])
         return calibrate(
-            content, TemporalContext(1), "start", self.injection.start_adain, pooled_moments(self.style, self.shares)
+            content,
+            TemporalContext(1),
+            "start",
+            self.injection.start_adain * self.injection.gate(0.0),
+            pooled_moments(self.style, self.shares),
         )
 
     @contextmanager
@@ -315,8 +359,10 @@ class _Run:
             _watch_self_attention(model, at)
             sites = _unet_sites(network)
             if self.injection.norm:
-                for name, norm in _up_norms(network):
-                    stack.callback(norm.register_forward_hook(self.session.norm_hook(Site(name, 1.0))).remove)
+                norms = _up_norms(network)
+                for place, (name, norm) in enumerate(norms):
+                    site = Site(name, place / max(1, len(norms) - 1))
+                    stack.callback(norm.register_forward_hook(self.session.norm_hook(site)).remove)
         _override_attention(model, self.session, at, sites)
         model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, self._network)
 
@@ -328,12 +374,12 @@ class _Run:
             self.recorded = float(sigma)
             self._record(executor, args, kwargs, sigma)
         sigmas = options["sample_sigmas"]
-        progress = float((sigmas.to(sigma) - sigma).abs().argmin()) / max(1, len(sigmas) - 2)
+        self.progress = min(1.0, float((sigmas.to(sigma) - sigma).abs().argmin()) / max(1, len(sigmas) - 2))
         branches = tuple(map(str, options["cond_or_uncond"]))
         temporal = replace(self.job.temporal(self.calls), branches=branches)
         if self.backbone.is_video:
             temporal = TemporalContext()
-        with self.session.apply(min(1.0, progress), temporal):
+        with self.session.apply(self.progress, temporal):
             return executor(*args, **kwargs)
 
     def _record(self, executor: Callable, args: tuple, kwargs: dict, sigma: Tensor) -> None:
@@ -380,8 +426,11 @@ class _Run:
         self.calls += 1
         frames = torch.cat([own[: self.skipped], own])
         if not self.injection.plain and self.injection.latent_norm:
-            moments = None if self.style is None else pooled_moments(self._processed(self.style), self.shares)
-            frames = calibrate(frames, self.job.temporal(index), "latent", self.injection.latent_norm, moments)
+            moments, amount = None, self.injection.latent_norm
+            if self.style is not None:
+                moments = pooled_moments(self._processed(self.style), self.shares)
+                amount *= self.injection.gate(self.progress)
+            frames = calibrate(frames, self.job.temporal(index), "latent", amount, moments)
         fused = self.job.fuse(index, frames)[self.skipped :]
         return clean if fused.equal(own) else self._to_core(fused).to(clean)
 

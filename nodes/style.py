@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
+from .files import example_path, painting_names
 from .types import VeoStyle, schema, valid
+
+NONE = "none"
 
 
 class Encoder(io.ComfyNode):
@@ -38,6 +41,13 @@ class Encoder(io.ComfyNode):
                 io.String.Input(
                     "negative", default="", multiline=True, optional=True, tooltip="What is not wanted, in words."
                 ),
+                io.Combo.Input(
+                    "painting",
+                    options=[NONE, *painting_names()],
+                    default=NONE,
+                    optional=True,
+                    tooltip="A painting that comes with the pack, blended with images in equal parts where both are given.",
+                ),
             ],
             outputs=[VeoStyle.Output(display_name="style", tooltip="For the denoiser, or to blend.")],
         )
@@ -49,11 +59,13 @@ class Encoder(io.ComfyNode):
         return valid(parse_prompts, text, negative)
 
     @classmethod
-    def execute(cls, weight, images=None, text="", negative="") -> io.NodeOutput:
-        from ..veo_core.style.encoder import style_from_tensors
+    def execute(cls, weight, images=None, text="", negative="", painting=NONE) -> io.NodeOutput:
+        from ..veo_core.style.encoder import load_style, style_from_tensors
         from ..veo_core.style.prompts import parse_prompts
 
         pictures = [] if images is None else list(images.movedim(-1, 1))
+        if path := example_path(painting):
+            pictures += load_style([path]).pictures
         return io.NodeOutput(style_from_tensors(pictures, weight=weight, prompts=parse_prompts(text, negative)))
 
 

@@ -32,6 +32,42 @@ def schema(search_aliases: list[str], **settings: Any) -> io.Schema:
     return io.Schema(category=CATEGORY, **settings)
 
 
+def run_options(
+    preset: str,
+    inversion: bool,
+    knobs: str,
+    steps: int,
+    guidance: float,
+    strength: float,
+    *,
+    denoise: float,
+    window: int,
+    overlap: int,
+    **more: Any,
+) -> StylizeOptions:
+    """Options of a run from widgets, whose 0, and for overlap -1, leaves a choice to the model."""
+    from ..veo_core.options import parse_options
+
+    return parse_options(
+        preset,
+        inversion,
+        knobs,
+        steps=steps or None,
+        guidance=guidance or None,
+        strength=strength,
+        denoise=denoise or None,
+        window=window or None,
+        overlap=None if overlap < 0 else overlap,
+        **more,
+    )
+
+
+def fixed_control() -> Any:
+    """The control of a seed that stays as it is until somebody says otherwise; a plain one on cores that know no other."""
+    kinds = getattr(io, "ControlAfterGenerate", None)
+    return True if kinds is None else kinds.fixed
+
+
 def valid(check: Callable[..., object], *values: Any, **named: Any) -> bool | str:
     """True, or what ``check`` has against these values; not called where another node gives one of them."""
     from ..veo_core.errors import VeoError

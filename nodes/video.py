@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import folder_paths
 from comfy_api.latest import io, ui
 
+from .files import example_path, sample_names
 from .progress import CanvasMonitor, show_text
 from .types import LazyAudio, VeoClip, schema
 
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 
 
 def _located(file: str, path: str) -> Path:
-    return Path(path) if path else Path(folder_paths.get_annotated_filepath(file))
+    if path:
+        return Path(path)
+    return example_path(file) or Path(folder_paths.get_annotated_filepath(file))
 
 
 def opened(
@@ -55,7 +58,7 @@ class LoadVideo(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         folder = folder_paths.get_input_directory()
         files = [f for f in os.listdir(folder) if os.path.isfile(os.path.join(folder, f))]
-        files = sorted(folder_paths.filter_files_content_types(files, ["video"]))
+        files = sorted(folder_paths.filter_files_content_types(files, ["video"])) + sample_names()
         return schema(
             ["video loader", "open video", "import video", "trim video", "vhs load video"],
             node_id="VeoStyleLoadVideo",
@@ -66,7 +69,7 @@ class LoadVideo(io.ComfyNode):
                     "file",
                     options=files or [""],
                     upload=io.UploadType.video,
-                    tooltip="Video in ComfyUI's input folder; upload one, or drop it on the node.",
+                    tooltip="Video in ComfyUI's input folder; upload one, or drop it on the node. Examples come with the pack.",
                 ),
                 io.Float.Input("start", default=0.0, min=0.0, max=1e6, step=0.01, tooltip="Seconds to skip."),
                 io.Float.Input(
@@ -121,6 +124,8 @@ class LoadVideo(io.ComfyNode):
             return exists or f"path = {path} does not exist; give a video, or leave it empty to use file"
         # What another node gives is not known yet.
         if path is None or file is None:
+            return True
+        if example_path(file):
             return True
         if not file or not folder_paths.exists_annotated_filepath(file):
             return f"file = {file} is not in ComfyUI's input folder; upload it or choose another"

@@ -19,9 +19,9 @@ from comfyui_veostyle.veo_core.render import render
 from comfyui_veostyle.veo_core.store import RunStore, prune
 from comfyui_veostyle.veo_core.style.encoder import blend_by_scene, load_style
 from comfyui_veostyle.veo_core.video.audio import clip_audio
+from comfyui_veostyle.veo_core.video.codecs import CODECS, OutputFormat
 from comfyui_veostyle.veo_core.video.reader import open_clip
 from comfyui_veostyle.veo_core.video.scenes import survey
-from comfyui_veostyle.veo_core.video.codecs import CODECS, OutputFormat
 
 from .conftest import EXAMPLES, make_pictures, make_video
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from comfyui_veostyle.veo_core.errors import InputError, OutputError
 from comfyui_veostyle.veo_core.video.audio import Waveform, clip_audio, read_waveform
+from comfyui_veostyle.veo_core.video.codecs import CODECS, OutputFormat
 from comfyui_veostyle.veo_core.video.compare import LAYOUTS, compare, joined
 from comfyui_veostyle.veo_core.video.preview import FRAMES, SIDE, plays_in_browser, preview
 from comfyui_veostyle.veo_core.video.reader import open_clip, read_frames
@@ -17,7 +18,6 @@ from comfyui_veostyle.veo_core.video.save import save_clip, usual_format
 from comfyui_veostyle.veo_core.video.scenes import survey
 from comfyui_veostyle.veo_core.video.sheet import TILE, contact_sheet, describe_scenes
 from comfyui_veostyle.veo_core.video.spill import spill_frames
-from comfyui_veostyle.veo_core.video.codecs import CODECS, OutputFormat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

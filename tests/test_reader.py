@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 from comfyui_veostyle.veo_core.errors import InputError
+from comfyui_veostyle.veo_core.video.codecs import OutputFormat
 from comfyui_veostyle.veo_core.video.color import ColorTags, from_rgb
 from comfyui_veostyle.veo_core.video.reader import ReadReport, open_clip
-from comfyui_veostyle.veo_core.video.codecs import OutputFormat
 from comfyui_veostyle.veo_core.video.writer import VideoWriter
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import signal
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 from rich.console import Console
@@ -14,6 +18,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from .errors import VeoError
+
+if TYPE_CHECKING:
+    from .engine import Stylizer
+    from .memory.plan import MemoryPlan
+    from .options import StylizeOptions
+    from .style.encoder import Style
+    from .video.reader import Clip
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -30,6 +41,35 @@ VideoPath = Annotated[
 StyleImages = Annotated[
     list[Path] | None, typer.Option("--style_image", "--style-image", help="Style picture; give several to blend them.")
 ]
+StyleText = Annotated[
+    str,
+    typer.Option(
+        "--style_text",
+        "--style-text",
+        help="Style in words, for checkpoints. Lines may begin with @scene 2, @48 (a frame) or @2.5s.",
+    ),
+]
+NegativeText = Annotated[
+    str, typer.Option("--negative_text", "--negative-text", help="What is not wanted, in words; for checkpoints.")
+]
+StyleWeights = Annotated[
+    list[float] | None,
+    typer.Option("--style_weight", "--style-weight", help="Weight of each style picture, in their order."),
+]
+Prediction = Annotated[str | None, typer.Option(help="For checkpoints that do not tell: epsilon or v_prediction.")]
+Inversion = Annotated[bool, typer.Option(help="For checkpoints: start from DDIM inversion of the source.")]
+Knobs = Annotated[
+    str, typer.Option(help="Of the preset, set otherwise, such as query=0.6,adain=key_value,sources=self+anchor.")
+]
+Overlap = Annotated[
+    int | None, typer.Option(help="Frames that two windows share, at most half of one; the model's own when missing.")
+]
+Strength = Annotated[
+    float, typer.Option(help="How far to go: 1 is the full style, 0 the plain model (veo-mini: the source).")
+]
+Seed = Annotated[int, typer.Option(help="Of the noise, where the model uses any.")]
+CutDetection = Annotated[str, typer.Option(help="Of cuts: builtin, or transnetv2 when that package is installed.")]
+MinScene = Annotated[int, typer.Option("--min_scene", "--min-scene", help="Frames of the shortest scene.")]
 Sampler = Annotated[
     str | None,
     typer.Option(help="For checkpoints: dpmpp_2m, ddim, euler, euler_ancestral, heun, dpmpp_2m_sde, uni_pc, lcm."),
@@ -112,175 +152,217 @@ Height = Annotated[int | None, typer.Option(help="Height in pixels.")]
 Debug = Annotated[bool, typer.Option(help="Show the traceback of an error.")]
 
 
+@dataclass(frozen=True)
+class RunRequest:
+    """All that decides a run and its plan, as given on the command line; ``stylize`` and ``plan`` build it alike."""
+
+    video_path: VideoPath
+    style_image: StyleImages = None
+    style_text: StyleText = ""
+    negative_text: NegativeText = ""
+    style_weight: StyleWeights = None
+    model: Model = None
+    lora: Loras = None
+    ip_adapter: IPAdapterFile = None
+    clip_vision: ClipVision = None
+    ip_blocks: IPBlocks = "style"
+    allow_download: AllowDownload = False
+    sampler: Sampler = None
+    scheduler: Scheduler = None
+    motion_module: MotionModule = None
+    prediction: Prediction = None
+    weight_dtype: WeightDtype = None
+    preset: Preset = "balanced"
+    denoise: Denoise = None
+    inversion: Inversion = False
+    knobs: Knobs = ""
+    window: WindowSize = None
+    overlap: Overlap = None
+    num_inference_steps: Steps = None
+    guidance_scale: Guidance = None
+    strength: Strength = 1.0
+    seed: Seed = 0
+    start: Start = 0.0
+    duration: Duration = None
+    force_rate: Rate = None
+    every_nth: EveryNth = 1
+    max_frames: MaxFrames = None
+    width: Width = None
+    height: Height = None
+    detector: CutDetection = "builtin"
+    min_scene: MinScene = 1
+    memory_gb: Budget = None
+    memory_policy: MemoryPolicy = "fast"
+    device: Device = "auto"
+
+    def options(self) -> StylizeOptions:
+        """What decides the result, beside the clip, the style and the model."""
+        from .options import parse_options
+
+        return parse_options(
+            self.preset,
+            self.inversion,
+            self.knobs,
+            steps=self.num_inference_steps,
+            guidance=self.guidance_scale,
+            strength=self.strength,
+            seed=self.seed,
+            detector=self.detector,
+            min_scene=self.min_scene,
+            denoise=self.denoise,
+            window=self.window,
+            overlap=self.overlap,
+        )
+
+    def clip(self) -> Clip:
+        """The piece of video."""
+        from .video.reader import open_clip
+
+        return open_clip(
+            self.video_path,
+            start=self.start,
+            duration=self.duration,
+            rate=self.force_rate,
+            every_nth=self.every_nth,
+            max_frames=self.max_frames,
+            width=self.width,
+            height=self.height,
+        )
+
+    def style(self) -> Style:
+        """Pictures and words."""
+        from .style.encoder import load_style
+        from .style.prompts import parse_prompts
+
+        prompts = parse_prompts(self.style_text, self.negative_text)
+        return load_style(self.style_image or [], self.style_weight, prompts=prompts)
+
+    def engine(self) -> Stylizer:
+        """The model with all that is put beside its weights."""
+        from .engine import Stylizer
+
+        backbone, flow = _load(
+            self.model,
+            self.device,
+            sampler=self.sampler,
+            scheduler=self.scheduler,
+            motion=self.motion_module,
+            prediction=self.prediction,
+            weight_dtype=self.weight_dtype,
+        )
+        adapters = (self.lora or [], self.ip_adapter, self.clip_vision, self.ip_blocks, self.allow_download)
+        return Stylizer(_adapted(backbone, *adapters), flow)
+
+    def plan(self, engine: Stylizer, clip: Clip, options: StylizeOptions) -> MemoryPlan:
+        """The plan within the budget asked for."""
+        return engine.plan(clip, options, _bytes(self.memory_gb), _policy(self.memory_policy))
+
+
+def takes_request(command: Callable) -> Callable:
+    """Gives a command, beside its own options, those of RunRequest, which it gets as ``request``."""
+    named = {f.name for f in fields(RunRequest)}
+
+    @wraps(command)
+    def called(**given: object) -> None:
+        request = RunRequest(**{name: given.pop(name) for name in named})
+        command(request=request, **given)
+
+    asked = list(inspect.signature(RunRequest, eval_str=True).parameters.values())
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "request"]
+    every = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*asked, *own)]
+    called.__signature__ = inspect.Signature(every)
+    called.__annotations__ = {p.name: p.annotation for p in every}
+    del called.__wrapped__
+    return called
+
+
 @app.command()
+@takes_request
 def stylize(
-    video_path: VideoPath,
+    request: RunRequest,
     output_dir: Annotated[
         Path, typer.Option("--output_dir", "--output-dir", help="Folder for the result; made when missing.")
     ],
-    style_image: StyleImages = None,
-    style_text: Annotated[
-        str,
-        typer.Option(
-            "--style_text",
-            "--style-text",
-            help="Style in words, for checkpoints. Lines may begin with @scene 2, @48 (a frame) or @2.5s.",
-        ),
-    ] = "",
-    negative_text: Annotated[
-        str, typer.Option("--negative_text", "--negative-text", help="What is not wanted, in words.")
-    ] = "",
-    style_weight: Annotated[
-        list[float] | None,
-        typer.Option("--style_weight", "--style-weight", help="Weight of each style picture, in their order."),
-    ] = None,
-    model: Model = None,
-    lora: Loras = None,
-    ip_adapter: IPAdapterFile = None,
-    clip_vision: ClipVision = None,
-    ip_blocks: IPBlocks = "style",
-    allow_download: AllowDownload = False,
-    sampler: Sampler = None,
-    scheduler: Scheduler = None,
-    motion_module: MotionModule = None,
-    prediction: Annotated[
-        str | None, typer.Option(help="For checkpoints that do not tell: epsilon or v_prediction.")
-    ] = None,
-    weight_dtype: WeightDtype = None,
-    preset: Preset = "balanced",
-    denoise: Denoise = None,
-    inversion: Annotated[bool, typer.Option(help="For checkpoints: start from DDIM inversion of the source.")] = False,
-    knobs: Annotated[
-        str, typer.Option(help="Of the preset, set otherwise, such as query=0.6,adain=key_value,sources=self+anchor.")
-    ] = "",
-    window: WindowSize = None,
-    num_inference_steps: Steps = None,
-    guidance_scale: Guidance = None,
-    strength: Annotated[
-        float, typer.Option(help="How far to go: 1 is the full style, 0 the plain model (veo-mini: the source).")
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the noise, where the model uses any.")] = 0,
     codec: Annotated[
         str, typer.Option(help="h264, h265, vp9, av1, prores4444, ffv1, png, png16, gif or webp.")
     ] = "h264",
     crf: Annotated[int | None, typer.Option(help="Quality of the codec; lower is better.")] = None,
     bitrate: Annotated[int | None, typer.Option(help="Bits per second, in place of a quality.")] = None,
     deep: Annotated[bool, typer.Option(help="10 bits per colour where the codec can.")] = False,
+    fusion: Annotated[
+        str,
+        typer.Option(
+            help="How much each frame is mixed with the one before along the source's motion, 0 to 1: steadier, and "
+            "closer to the source's own motion. off shows what the model made; auto is 1, but off at strength 0 and for "
+            "models that attend over time themselves."
+        ),
+    ] = "auto",
     audio: Annotated[bool, typer.Option(help="Keep the video's audio.")] = True,
-    start: Start = 0.0,
-    duration: Duration = None,
-    force_rate: Rate = None,
-    every_nth: EveryNth = 1,
-    max_frames: MaxFrames = None,
-    width: Width = None,
-    height: Height = None,
-    detector: Annotated[
-        str, typer.Option(help="Of cuts: builtin, or transnetv2 when that package is installed.")
-    ] = "builtin",
-    memory_gb: Budget = None,
-    memory_policy: MemoryPolicy = "fast",
-    device: Device = "auto",
     keep_work: Annotated[
         bool, typer.Option("--keep_work", "--keep-work", help="Keep the latents beside the result.")
     ] = False,
     debug: Debug = False,
 ) -> None:
     """Stylise a video. Run the same command again after a crash and it goes on where it stopped."""
-    from .engine import Stylizer
-    from .options import parse_options
-    from .render import render
-    from .style.encoder import load_style
-    from .style.prompts import parse_prompts
+    from .options import parse_fusion
+    from .render import render, writer_settings
     from .video.audio import clip_audio
-    from .video.reader import open_clip
-    from .video.writer import OutputFormat, check_writable
+    from .video.codecs import OutputFormat
+    from .video.writer import check_writable, result_name, try_settings
 
-    options = parse_options(
-        preset,
-        inversion,
-        knobs,
-        steps=num_inference_steps,
-        guidance=guidance_scale,
-        strength=strength,
-        seed=seed,
-        detector=detector,
-        denoise=denoise,
-        window=window,
-    )
-    output = OutputFormat(codec, crf, bitrate, deep)
-    clip = open_clip(
-        video_path,
-        start=start,
-        duration=duration,
-        rate=force_rate,
-        every_nth=every_nth,
-        max_frames=max_frames,
-        width=width,
-        height=height,
-    )
-    style = load_style(style_image or [], style_weight, prompts=parse_prompts(style_text, negative_text))
+    options, fused, output = request.options(), parse_fusion(fusion), OutputFormat(codec, crf, bitrate, deep)
+    clip, style = request.clip(), request.style()
     output_dir = _folder(output_dir)
-    path = output_dir / f"{video_path.stem}_{style_image[0].stem if style_image else 'text'}{output.suffix}"
+    named = request.style_image[0].stem if request.style_image else "text"
+    path = output_dir / result_name(clip.path.stem, named, output.suffix)
+    _refuse_inputs(path, request)
     check_writable(path, output)
-    backbone, flow = _load(
-        model,
-        device,
-        sampler=sampler,
-        scheduler=scheduler,
-        motion=motion_module,
-        prediction=prediction,
-        weight_dtype=weight_dtype,
-    )
-    backbone = _adapted(backbone, lora or [], ip_adapter, clip_vision, ip_blocks, allow_download)
-    engine = Stylizer(backbone, flow)
-    plan = engine.plan(clip, options, _bytes(memory_gb), _policy(memory_policy))
+    sound = clip_audio(clip) if audio else None
+    try_settings(path, audio=sound, **writer_settings(clip, output))
+    engine = request.engine()
+    plan = request.plan(engine, clip, options)
     for notice in clip.info.notices:
-        err.print(f"note: {notice}")
+        _note(notice)
     with _Bars() as bars:
         latents = engine.denoise(clip, style, options, output_dir / ".veostyle", plan, bars)
         try:
-            render(engine, latents, path, output, audio=clip_audio(clip) if audio else None, monitor=bars)
+            render(engine, latents, path, output, audio=sound, fusion=fused, monitor=bars)
         except BaseException:
             latents.store.close()
             raise
-    for notice in latents.survey.notices:
-        err.print(f"note: {notice}")
+    for notice in latents.notices:
+        _note(notice)
     latents.store.close() if keep_work else latents.store.remove()
     with contextlib.suppress(OSError):  # other runs may be there
         (output_dir / ".veostyle").rmdir()
     scenes = len(latents.survey.scenes)
-    err.print(
+    _say(
         f"{path}: {latents.survey.frames} frames, {float(latents.survey.duration):.2f} s, {scenes} scene{'s' * (scenes != 1)}"
     )
 
 
 @app.command()
-def plan(
-    video_path: VideoPath,
-    model: Model = None,
-    weight_dtype: WeightDtype = None,
-    preset: Preset = "balanced",
-    window: WindowSize = None,
-    num_inference_steps: Steps = None,
-    guidance_scale: Guidance = None,
-    width: Width = None,
-    height: Height = None,
-    memory_gb: Budget = None,
-    memory_policy: MemoryPolicy = "fast",
-    device: Device = "auto",
-    debug: Debug = False,
-) -> None:
+@takes_request
+def plan(request: RunRequest, debug: Debug = False) -> None:
     """Show how much memory a run would take, without running it."""
-    from .engine import Stylizer
-    from .options import parse_options
-    from .video.reader import open_clip
+    print(request.plan(request.engine(), request.clip(), request.options()).describe())
 
-    clip = open_clip(video_path, width=width, height=height)
-    options = parse_options(preset, steps=num_inference_steps, guidance=guidance_scale, window=window)
-    made = Stylizer(*_load(model, device, weight_dtype=weight_dtype)).plan(
-        clip, options, _bytes(memory_gb), _policy(memory_policy)
-    )
-    print(made.describe())
+
+def _say(text: str, **style: object) -> None:
+    """A line for a person, as it is: names of files may look like markup."""
+    err.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True, **style)
+
+
+def _note(text: str) -> None:
+    _say(f"note: {text}")
+
+
+def _refuse_inputs(path: Path, request: RunRequest) -> None:
+    from .errors import OutputError
+
+    for given in (request.video_path, *(request.style_image or [])):
+        if given.exists() and path.exists() and path.samefile(given):
+            raise OutputError(f"{path} would replace the input of that name; choose another output folder")
 
 
 @app.command()
@@ -415,7 +497,7 @@ def _adapted(backbone, loras: list[str], ip_adapter: Path | None, clip_vision: s
     for lora in loras:
         path, strength = _lora(lora)
         backbone = backbone.with_lora(path, strength)
-        err.print(backbone.loras[-1].report, markup=False, highlight=False)
+        _say(backbone.loras[-1].report)
     if ip_adapter is not None:
         backbone = backbone.with_ip_adapter(ip_adapter, clip_vision, blocks, download)
         backbone.module.to(backbone.device)
@@ -482,7 +564,7 @@ def main() -> None:
     except VeoError as e:
         if debug:
             raise
-        err.print(f"error: {e}", style="red", markup=False, highlight=False, soft_wrap=True)
+        _say(f"error: {e}", style="red")
         sys.exit(2)
     except typer.Abort:
         sys.exit(130)
@@ -493,5 +575,5 @@ def main() -> None:
         usage = getattr(e, "format_message", None)
         if usage is None or debug:
             raise
-        err.print(f"error: {usage()}", style="red", markup=False, highlight=False, soft_wrap=True)
+        _say(f"error: {usage()}", style="red")
         sys.exit(2)

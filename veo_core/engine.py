@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ from .style.encoder import Style
 from .video.reader import Clip, Frame
 from .video.scenes import Survey, of_scene, survey
 from .video.writer import short_name
+
+# Latent frames compared at a time.
+CHECKED = 16
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,8 @@ class StylizedLatents:
         clip: what was read. survey: its times and scenes.
         plan: chunk sizes.
         timeline: which latent frame stands for which frames.
+        fusion: how much decoded frames are fused along the motion where nobody says otherwise, 0..1.
+        notices: what a person should know of the run: what was wrong with the file, what of the style was not read.
     """
 
     store: RunStore
@@ -70,17 +76,28 @@ class StylizedLatents:
     survey: Survey
     plan: MemoryPlan
     timeline: Timeline
+    fusion: float = 1.0
+    notices: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def samples(self) -> Tensor:
         """All latents ``[n, C, h, w]`` as a tensor over the file."""
         return self.store.mapped("latents")
+
+    def holds(self, samples: Tensor | None) -> bool:
+        """Whether these are the run's own latents, or equal to them."""
+        if samples is self.samples:
+            return True
+        if samples is None or samples.shape != self.samples.shape:
+            return False
+        parts = zip(samples.split(CHECKED), self.samples.split(CHECKED), strict=True)
+        return all(torch.equal(a.to(b), b) for a, b in parts)
 
 
 def latents_of(latent: dict[str, Any]) -> StylizedLatents:
     """What a ComfyUI LATENT of this pack carries.
 
-    Raises InputError for a latent from elsewhere, or one whose files are gone.
+    Raises InputError for a latent from elsewhere, one that was changed on its way, or one whose files are gone.
     """
     stylised = latent.get("veo")
     if not isinstance(stylised, StylizedLatents):
@@ -89,6 +106,11 @@ def latents_of(latent: dict[str, Any]) -> StylizedLatents:
         raise InputError(
             f"latent: its files in {stylised.store.folder} are gone; "
             "change an input of the ST-Norm Denoiser, such as its seed, so that it runs again"
+        )
+    if not stylised.holds(latent.get("samples")):
+        raise InputError(
+            "latent was changed after the ST-Norm Denoiser (VeoStyle), and decoding reads what that node made; connect its "
+            "output to the decoder without nodes between them"
         )
     return stylised
 
@@ -151,6 +173,7 @@ class Stylizer:
             InputError, BudgetError, OutputError: before any long work, where that can be known.
         """
         options = options.for_backbone(self.backbone)
+        style, notices = self._readable(style, options)
         plan = plan or self.plan(clip, options)
         seen = survey(
             clip,
@@ -167,7 +190,20 @@ class Stylizer:
         except BaseException:
             store.close()
             raise
-        return StylizedLatents(store, clip, seen, plan, timeline)
+        # At strength 0 a run is the plain model's; and what attends over time holds frames together by itself.
+        fusion = 0.0 if options.strength == 0 or self.backbone.temporal else 1.0
+        return StylizedLatents(store, clip, seen, plan, timeline, fusion, (*seen.notices, *notices))
+
+    def _readable(self, style: Style, options: StylizeOptions) -> tuple[Style, list[str]]:
+        """What the model reads of a style, and notices of what is of no use to it."""
+        if "words" not in self.backbone.reads and style.has_words and style.pictures:
+            return style.without_words(), [f"{self.backbone.name} reads pictures only: the style's words are not used"]
+        if options.guidance > 1 and not self.backbone.guides(style):
+            return style, [
+                f"guidance = {options.guidance:g} is not used: it sets words against none, and the style has pictures "
+                "alone; give a text, or an IP-Adapter"
+            ]
+        return style, []
 
     def _denoise_into(
         self,
@@ -234,7 +270,8 @@ class Stylizer:
         """Decodes frames ``begin`` to ``end`` and fuses them along their motion, chunk by chunk, in order.
 
         Args:
-            fusion: holds the fused frame before ``begin``, and after each chunk the last one.
+            fusion: holds the fused frame before ``begin``, and after each chunk the last one; None begins anew, by the
+                run's own amount.
 
         Yields:
             Frames ``[n, 3, H, W]`` in 0..1 at the clip's size on the backbone's device.
@@ -244,7 +281,7 @@ class Stylizer:
         if maker != self.backbone.name:
             raise InputError(f"latent was made by {maker}, and the model is {self.backbone.name}; give the same model")
         starts = {s.start for s in latents.survey.scenes}
-        fusion = fusion or TemporalFusion()
+        fusion = fusion or TemporalFusion(latents.fusion)
         end = total if end is None else end
         first = begin
         while first < end:

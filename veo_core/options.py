@@ -43,7 +43,10 @@ class StylizeOptions(BaseModel):
     denoise: float | None = Field(None, gt=0, le=1)
 
     def for_backbone(self, backbone: Backbone) -> StylizeOptions:
-        """The same options with every choice made. Raises InputError when overlap is not below window."""
+        """The same options with every choice made, and what the model does not read as if it had not been given.
+
+        Raises InputError when overlap is over half of window.
+        """
         own = backbone.defaults
         chosen = {
             "steps": own.steps,
@@ -52,10 +55,28 @@ class StylizeOptions(BaseModel):
             "overlap": min(own.overlap, (self.window or own.window) // 2),
             "denoise": self.injection.denoise,
         }
-        filled = self.model_copy(update={k: v for k, v in chosen.items() if getattr(self, k) is None})
+        unread = {n: f.default for n, f in StylizeOptions.model_fields.items() if n not in backbone.reads}
+        filled = self.model_copy(update={k: v for k, v in chosen.items() if getattr(self, k) is None} | unread)
         if filled.overlap > filled.window // 2:
             raise InputError(f"overlap = {filled.overlap} is over half of window = {filled.window}; make it smaller")
         return filled
+
+
+def parse_fusion(value: str | float | None) -> float | None:
+    """How much decoded frames are fused along the motion: 0 (``off``) to 1; None (``auto``) leaves it to the run.
+
+    Raises InputError for anything else.
+    """
+    named = {"auto": None, "off": 0.0, None: None}
+    if value in named:
+        return named[value]
+    try:
+        amount = float(value)
+        if not 0 <= amount <= 1:
+            raise ValueError
+    except ValueError as e:
+        raise InputError(f"fusion = {value!r}: give auto, off, or a number from 0 to 1") from e
+    return amount
 
 
 def parse_options(

@@ -41,6 +41,7 @@ def render(
     *,
     audio: AudioTrack | Waveform | None = None,
     metadata: dict[str, str] | None = None,
+    fusion: float | None = None,
     monitor: Monitor = ignore,
 ) -> Path:
     """Decodes latents and writes them with audio, metadata and, where the codec has it, the source's transparency.
@@ -52,6 +53,7 @@ def render(
         path: of the video.
         audio: what goes beside the pictures, cut to their length.
         metadata: text tags, such as a workflow.
+        fusion: how much frames are fused along the motion, 0..1; None is the run's own.
 
     Returns:
         ``path``.
@@ -61,16 +63,19 @@ def render(
             nothing is left under ``path``.
     """
     output = output or OutputFormat()
+    fusion = latents.fusion if fusion is None else fusion
     clip, times = latents.clip, latents.survey.times
     audio = cut_to(audio, latents.survey.duration)
     settings = writer_settings(clip, output) | {"time_base": tick(list(times), 1 / clip.nominal_rate)}
     try_settings(path, audio=audio, metadata=metadata, **settings)
     if not output.joins:
-        with VideoWriter(path, audio=audio, metadata=metadata, **settings) as writer:
-            with closing(_Transparency(clip)) as alpha:
-                _write(engine, latents, writer, 0, len(times), TemporalFusion(), alpha, monitor)
+        with (
+            VideoWriter(path, audio=audio, metadata=metadata, **settings) as writer,
+            closing(_Transparency(clip)) as alpha,
+        ):
+            _write(engine, latents, writer, 0, len(times), TemporalFusion(fusion), alpha, monitor)
         return path
-    parts = _segments(engine, latents, settings, monitor)
+    parts = _segments(engine, latents, settings, fusion, monitor)
     join(parts, path, output, audio, metadata, lambda: monitor(Progress("decode", len(times), len(times))))
     return path
 
@@ -115,10 +120,10 @@ class _Transparency:
 
 
 def _segments(
-    engine: Stylizer, latents: StylizedLatents, settings: dict, monitor: Monitor
+    engine: Stylizer, latents: StylizedLatents, settings: dict, amount: float, monitor: Monitor
 ) -> list[tuple[Path, Fraction]]:
     times, store, output = latents.survey.times, latents.store, settings["output"]
-    name = f"segment-{output.codec}-{output.crf}-{output.bitrate}-{int(output.deep)}"
+    name = f"segment-{output.codec}-{output.crf}-{output.bitrate}-{int(output.deep)}-{amount:g}".replace(".", "_")
     begins = range(0, len(times), SEGMENT)
     parts = [(store.folder / f"{name}-{begin:08d}{output.suffix}", times[begin]) for begin in begins]
     with closing(_Transparency(latents.clip)) as alpha:
@@ -128,7 +133,7 @@ def _segments(
                 monitor(Progress("decode", end, len(times)))
                 continue
             saved = store.load_state(f"{name}-fused-{begin:08d}") if begin else None
-            fusion = TemporalFusion(None if saved is None else saved[0]["frame"].to(engine.backbone.device))
+            fusion = TemporalFusion(amount, None if saved is None else saved[0]["frame"].to(engine.backbone.device))
             with VideoWriter(part, **settings) as writer:
                 _write(engine, latents, writer, begin, end, fusion, alpha, monitor)
                 store.save_state(f"{name}-fused-{end:08d}", {"frame": fusion.last})

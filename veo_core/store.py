@@ -201,6 +201,8 @@ def prune(folder: Path, keep: int) -> None:
 def _is_run(folder: Path) -> bool:
     """Whether a run made a folder, by its manifest."""
     try:
-        return not folder.is_symlink() and {"format", "arrays"} <= set(json.loads((folder / "manifest.json").read_text()))
+        return not folder.is_symlink() and {"format", "arrays"} <= set(
+            json.loads((folder / "manifest.json").read_text())
+        )
     except (OSError, ValueError, TypeError):
         return False

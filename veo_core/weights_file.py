@@ -46,10 +46,30 @@ def _not_safetensors(path: Path, error: Exception) -> str:
 
 
 def read_tensors(path: Path, prefix: str = "", dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Tensors whose names begin with a prefix, on the CPU; the prefix stays. fp8 files come out in ``dtype``."""
+    """Tensors whose names begin with a prefix, on the CPU; the prefix stays. fp8 files come out in ``dtype``.
+
+    Weights that lie beside a scale, as scaled fp8 files have them, are multiplied by it, and scales are left out.
+    """
     with safe_open(path, "pt") as file:
         found = {key: file.get_tensor(key) for key in file.keys() if key.startswith(prefix)}
-    return {k: v.to(dtype) if dtype and v.is_floating_point() else v for k, v in found.items()}
+    scales = {k: v for k, v in found.items() if k.endswith(_SCALES)}
+    for name, scale in scales.items():
+        weight = f"{name.rpartition('.')[0]}.weight"
+        if not name.endswith(_OF_INPUTS) and weight in found:
+            scaled = found[weight].float() * scale.float().reshape(-1, *[1] * (found[weight].ndim - 1))
+            found[weight] = scaled.to(dtype or torch.float32)
+    kept = {k: v for k, v in found.items() if k not in scales}
+    return {k: v.to(dtype) if dtype and v.is_floating_point() else v for k, v in kept.items()}
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """A safetensors file's own texts."""
+    with safe_open(path, "pt") as file:
+        return file.metadata() or {}
+
+
+_OF_INPUTS = (".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8")
+_SCALES = (".scale_weight", ".weight_scale", *_OF_INPUTS)
 
 
 _WHOLE, _PIECE, _EVERY = 64 << 20, 1 << 20, 64 << 20
@@ -82,6 +102,17 @@ def file_state(path: Path) -> str:
     return repr([(str(f), s.st_size, s.st_mtime_ns) for f in files if f.is_file() for s in [f.stat()]])
 
 
+# What adds to a model, by how the names of its tensors end; the sorts that are not read before the common ones.
+_ADAPTERS = {
+    "a full difference of weights (diff), which is not low-rank": (".diff", ".diff_b"),
+    "an OFT adapter (orthogonal fine-tuning)": (".oft_blocks", ".oft_diag", ".oft_R", ".boft_"),
+    "a GLoRA adapter": (".a1.weight", ".b1.weight"),
+    "an IA3 adapter": (".ia3_l", ".on_input"),
+    "a set of norms beside a LoRA": (".w_norm",),
+    "a LoRA": ("lora_", ".lora", "hada_w", "lokr_w", "dora_scale"),
+}
+
+
 def describe(header: Header) -> str:
     """What kind of weights these names belong to, in words for a message."""
     names = list(header)
@@ -96,8 +127,9 @@ def describe(header: Header) -> str:
     base = {768: "SD 1.5", 1024: "SD 2", 2048: "SDXL", 1280: "the SDXL refiner"}.get(cross, "another model")
     if not names:
         return "it holds no tensors"
-    if some("lora_", ".lora", "hada_w", "lokr_w", "dora_scale"):
-        return "it is a LoRA"
+    for kind, parts in _ADAPTERS.items():
+        if some(*parts):
+            return f"it is {kind}"
     if begins("ip_adapter.", "image_proj."):
         return "it is an IP-Adapter"
     if begins("control_model.", "controlnet_", "input_hint_block."):
@@ -112,6 +144,10 @@ def describe(header: Header) -> str:
         return "it is a checkpoint of another architecture"
     if begins("down_blocks.", "input_blocks."):
         return f"it is the UNet alone, of {base}"
+    if begins("model_ema."):
+        return "it holds averaged weights alone (EMA), without those to run"
+    if begins("diffusion_model."):
+        return f"it is the UNet under ComfyUI's own names, of {base}"
     if begins("encoder.", "decoder.", "first_stage_model.") and some("decoder.conv_in", "decoder.conv1"):
         return "it is a VAE alone"
     if begins("vision_model.", "visual."):

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from ..video.scenes import Survey
 
 
+# What every model's result depends on, and what noise and prompts add to it.
+COMMON = frozenset({"steps", "guidance", "strength", "window", "overlap", "min_scene", "detector"})
+DIFFUSION = COMMON | {"seed", "injection", "denoise", "words"}
+
+
 @dataclass(frozen=True)
 class Defaults:
     """Settings that suit a model: denoising steps, guidance scale, frames in a window and shared by two windows."""
@@ -40,6 +45,8 @@ class Backbone(Protocol):
         device: where the networks are now.
         weight_bytes: of all its networks.
         managed: whether its networks are moved between devices by someone else already.
+        reads: of the options, and of a style's ``words``, what changes its result.
+        temporal: whether it attends over time by itself.
     """
 
     name: str
@@ -52,6 +59,8 @@ class Backbone(Protocol):
     module: torch.nn.Module
     weight_bytes: int
     managed: bool
+    reads: frozenset[str]
+    temporal: bool
 
     @property
     def device(self) -> torch.device: ...
@@ -80,6 +89,10 @@ class Backbone(Protocol):
 
     def rehearse(self, x: Tensor, options: StylizeOptions) -> Tensor:
         """One evaluation of the model on latents ``[t, C, h, w]`` as ``sample`` does it, to measure its memory."""
+        ...
+
+    def guides(self, style: Style) -> bool:
+        """Whether guidance has something of a style to set against nothing."""
         ...
 
     def evaluations(self, options: StylizeOptions) -> int:

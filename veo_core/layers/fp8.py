@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from ...kernels.fp8_linear import fp8_linear, quantise, widened
@@ -40,13 +42,43 @@ class Fp8Linear(nn.Linear):
         return fp8_linear(x, self.weight, self.scale, self.bias)
 
 
+class Fp8Attention(nn.Module):
+    """Self-attention that stands for an ``nn.MultiheadAttention``, whose own keeps its projections out of reach.
+
+    Args:
+        attention: of queries, keys and values of one width.
+    """
+
+    def __init__(self, attention: nn.MultiheadAttention):
+        super().__init__()
+        self.heads, self.batch_first = attention.num_heads, attention.batch_first
+        width, biased = attention.embed_dim, attention.in_proj_bias is not None
+        joint = nn.Linear(width, 3 * width, biased, device="meta")
+        joint.weight, joint.bias = attention.in_proj_weight, attention.in_proj_bias
+        self.in_proj, self.out_proj = Fp8Linear(joint), Fp8Linear(attention.out_proj)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool = False, attn_mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        """``query``, which is ``key`` and ``value`` too: ``[b, n, C]``, or ``[n, b, C]`` as the original has it."""
+        x = query if self.batch_first else query.transpose(0, 1)
+        q, k, v = rearrange(self.in_proj(x), "b n (p h d) -> p b h n d", p=3, h=self.heads)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask)
+        out = self.out_proj(rearrange(out, "b h n d -> b n (h d)"))
+        return (out if self.batch_first else out.transpose(0, 1)), None
+
+
 def to_fp8(model: nn.Module) -> None:
     """Replaces the linear layers of a network in place, those of its time embedding left alone."""
     for path, module in list(model.named_modules()):
         for name, child in list(module.named_children()):
-            # Subclasses are read by their parents in ways of their own.
-            if type(child) is nn.Linear and not any(k in f"{path}.{name}" for k in KEPT):
+            if any(k in f"{path}.{name}" for k in KEPT):
+                continue
+            # Other subclasses are read by their parents in ways of their own.
+            if type(child) is nn.Linear:
                 setattr(module, name, Fp8Linear(child))
+            elif type(child) is nn.MultiheadAttention and child.in_proj_weight is not None:
+                setattr(module, name, Fp8Attention(child))
 
 
 def weight_of(layer: nn.Module) -> Tensor:

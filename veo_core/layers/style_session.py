@@ -16,7 +16,7 @@ from ..errors import InputError
 from ..memory.trace import declare_cache
 from ..motion.fusion import latent_motion
 from ..motion.warp import warped_neighbourhood
-from ..style.injection import StyleInjection
+from ..style.injection import StyleInjection, trapezoid
 from .cross_frame_attention import source_table
 from .st_norm import TemporalContext, calibration, frame_moments
 
@@ -24,7 +24,6 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 AttendAcross = Callable[..., Tensor]
 # Queries, keys and values of style pictures, and moments, by site.
 StyleFeatures = tuple[dict[str, tuple[Tensor, Tensor, Tensor]], dict[str, Tensor]]
-RAMP = 0.1
 # A channel that is nearly the same in all tokens has no deviation to be stretched, but rounding.
 GREATEST_SCALE = 100.0
 # Trust in a motion from which on it is followed.
@@ -48,12 +47,6 @@ def sites_of(names: list[str], up: str) -> dict[str, Site]:
     """Self-attentions of a UNet by name, in the order of its modules; those whose names begin with ``up`` have a depth."""
     path = [name for name in names if name.startswith(up)]
     return {n: Site(n, path.index(n) / max(1, len(path) - 1) if n in path else None) for n in names}
-
-
-def trapezoid(place: float, span: tuple[float, float]) -> float:
-    """1 inside a span of 0..1, falling to 0 within a tenth outside it; sharp at 0 and at 1."""
-    begin, end = span
-    return max(0.0, min(1.0, 1 + (place - begin) / RAMP, 1 + (end - place) / RAMP))
 
 
 class StyleSession:
@@ -128,11 +121,11 @@ class StyleSession:
         finally:
             self._mode = None
 
-    def _share(self, site: Site) -> float:
+    def _gate(self, site: Site) -> float:
+        """Share of the style that enters at a site now, 0..1, by the knobs ``layers`` and ``steps``."""
         if site.depth is None:
             return 0.0
-        layers = trapezoid(site.depth, self.injection.layers)
-        return self.injection.attention * layers * trapezoid(self._progress, self.injection.steps)
+        return trapezoid(site.depth, self.injection.layers) * self.injection.gate(self._progress)
 
     def attend(
         self, site: Site, q: Tensor, k: Tensor, v: Tensor, plain: Attend, across: AttendAcross | None = None
@@ -158,7 +151,7 @@ class StyleSession:
 
     def _apply(self, site: Site, q: Tensor, k: Tensor, v: Tensor, plain: Attend, across: AttendAcross | None) -> Tensor:
         out = self._among_frames(q, k, v, plain, across)
-        share = self._share(site)
+        share = self.injection.attention * self._gate(site)
         if not share or site.key not in self._style:
             return out
         self._refuse_tiles(q)
@@ -284,8 +277,11 @@ class StyleSession:
             self._moments[site.key] = _pooled(moments, self.shares)
         if self._mode != "apply" or not self.injection.norm:
             return None
+        style, amount = self._moments.get(site.key), self.injection.norm
+        if style is not None:
+            amount *= self._gate(site)
         moments = rearrange(moments, "(b t) m c -> b t m c", t=self._temporal.frames)
-        return calibration(moments, self._temporal, site.key, self.injection.norm, self._moments.get(site.key))
+        return calibration(moments, self._temporal, site.key, amount, style)
 
 
 @dataclass(frozen=True)

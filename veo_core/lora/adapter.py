@@ -44,6 +44,14 @@ class Adapter:
         return first.shape[0] * second.shape[0], first[0].numel() * second[0].numel()
 
     @property
+    def fits(self) -> bool:
+        """Whether its factors can be multiplied, which their shapes tell."""
+        try:
+            return self.with_factors(lambda v: torch.empty(v.shape, device="meta")).delta() is not None
+        except (RuntimeError, ValueError, IndexError):
+            return False
+
+    @property
     def is_plain(self) -> bool:
         """Whether it is a product of two factors and nothing else."""
         return self.kind == "lora" and self.magnitude is None and "mid" not in self.factors

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 
-from safetensors import safe_open
 from torch import Tensor
 
 from ..errors import ModelError
-from ..weights_file import describe, digest, read_header, read_tensors
+from ..weights_file import describe, digest, read_header, read_metadata, read_tensors
 from .adapter import Adapter
 
 EXPECTED = "a LoRA in kohya's, diffusers', PEFT's or LyCORIS' format (safetensors, or PEFT's folder)"
@@ -27,9 +26,9 @@ _ENDINGS: list[tuple[str, str]] = [
     (r"[._]lora\.up\.weight", "up"),
     (r"[._]lora_linear_layer\.down\.weight", "down"),
     (r"[._]lora_linear_layer\.up\.weight", "up"),
-    (r"\.lora_A(?:\.default)?\.weight", "down"),
-    (r"\.lora_B(?:\.default)?\.weight", "up"),
-    (r"\.lora_magnitude_vector(?:\.default)?(?:\.weight)?", "magnitude"),
+    (r"\.lora_A(?:\.[^.]+)?\.weight", "down"),
+    (r"\.lora_B(?:\.[^.]+)?\.weight", "up"),
+    (r"\.lora_magnitude_vector(?:\.(?!weight)[^.]+)?(?:\.weight)?", "magnitude"),
     (r"\.dora_scale", "dora_scale"),
     (r"\.alpha", "alpha"),
     (r"\.(hada_(?:w[12]_[ab]|t[12]))(?:\.default)?", ""),
@@ -100,8 +99,13 @@ def read_adapters(path: Path) -> AdapterFile:
         else:
             adapters[layer] = made
     if not adapters:
-        raise ModelError(f"{path} cannot be used as a LoRA: {describe(header)}. Give {EXPECTED}")
+        kind = describe(header)
+        kind = "it is a LoRA, but of no layer are all parts there" if kind == "it is a LoRA" else kind
+        raise ModelError(f"{path} cannot be used as a LoRA: {kind}. Give {EXPECTED}")
     for layer, adapter in adapters.items():
+        if not adapter.fits:
+            sizes = ", ".join(f"{name} {tuple(v.shape)}" for name, v in adapter.factors.items())
+            raise ModelError(f"{path}: the factors of {layer} do not fit together ({sizes}); export the LoRA again")
         if not all(v.isfinite().all() for v in adapter.factors.values()):
             raise ModelError(f"{path} holds values that are not finite ({layer}); download it again")
     return AdapterFile(folder or path, digest(path), adapters, tuple(unread))
@@ -149,8 +153,7 @@ _PARTS = ("unet", "text_encoder", "text_encoder_2")
 
 def _scalings(path: Path, folder: Path | None) -> dict[str, _Scaling]:
     """By part: from PEFT's adapter_config.json, diffusers' metadata, or that of kohya's scripts with LyCORIS."""
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata() or {}
+    metadata = read_metadata(path)
     try:
         if folder is not None:
             config = json.loads((folder / "adapter_config.json").read_text())

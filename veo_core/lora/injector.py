@@ -96,10 +96,10 @@ def load_lora(
     layers: dict[str, dict[str, Adapter]] = {part: {} for part in parts}
     unmatched = []
     for name, adapter in file.adapters.items():
-        if name not in names:
+        if name.replace(".", "_") not in names:
             unmatched.append(name)
             continue
-        part, layer = names[name]
+        part, layer = names[name.replace(".", "_")]
         weight = parts[part].get_submodule(layer).weight
         expected = (weight.shape[0], weight[0].numel())
         if adapter.shape != expected:
@@ -108,6 +108,11 @@ def load_lora(
                 f"{name} is {adapter.shape[0]}x{adapter.shape[1]}, the model's layer {expected[0]}x{expected[1]}"
             )
         layers[part][layer] = adapter
+    if foreign := _foreign(layers, unmatched):
+        raise ModelError(
+            f"{path} is a LoRA for {likely_base(file)}, and the model is {base}: of its {foreign} "
+            f"(first unmatched: {unmatched[0]}). Give one for {base}"
+        )
     if not any(layers.values()):
         raise ModelError(
             f"{path}: none of its {len(file.adapters)} layers is one of {base}'s "
@@ -116,15 +121,47 @@ def load_lora(
     return LoRA(file, layers, strength, parse_steps(steps), parse_scenes(scenes), tuple(unmatched))
 
 
+# How the names of text encoders' layers begin, dots as underscores.
+_TEXT = (
+    "lora_te",
+    "lycoris_te",
+    "text_encoder",
+    "text_model",
+    "te_",
+    "te1_",
+    "te2_",
+    "clip_",
+    "conditioner_",
+    "cond_stage_",
+)
+
+
+def _foreign(layers: dict[str, dict[str, Adapter]], unmatched: list[str]) -> str | None:
+    """What of a file says that it is for another model, though some layers match; None where nothing does.
+
+    Several models share a text encoder: a file for another one matches there, and nowhere else.
+    """
+    if not any(layers.values()):
+        return None
+    matched = sum(len(found) for part, found in layers.items() if part == "unet")
+    missed = sum(not name.replace(".", "_").startswith(_TEXT) for name in unmatched)
+    if missed > matched:
+        return f"{matched + missed} layers beside text encoders, {missed} are none of the model's"
+    second = [name for name in unmatched if name.replace(".", "_").startswith(("lora_te2", "text_encoder_2", "te2_"))]
+    if second and "text 2" not in layers:
+        return f"{len(second)} layers of a second text encoder, none is the model's"
+    return None
+
+
 def layer_names(parts: dict[str, nn.Module]) -> dict[str, tuple[str, str]]:
-    """Every name that a format gives to a layer, and the part and layer of the model that it is."""
+    """Every name that a format gives to a layer, dots as underscores, and the part and layer of the model that it is."""
     out: dict[str, tuple[str, str]] = {}
     for part, model in parts.items():
         for layer, module in model.named_modules():
             if not isinstance(module, (nn.Linear, nn.Conv2d)):
                 continue
             for name in _names(part, layer, model):
-                out.setdefault(name, (part, layer))
+                out.setdefault(name.replace(".", "_"), (part, layer))
     return out
 
 
@@ -139,6 +176,7 @@ def _names(part: str, layer: str, model: nn.Module) -> Iterator[str]:
     layer = "text_model." + layer.removeprefix("text_model.")
     kohya = ("lora_te_", "lora_te1_", "lycoris_te_") if number == "1" else ("lora_te2_",)
     yield f"text_encoder{'' if number == '1' else '_2'}.{layer}"
+    yield f"text_encoders.{'clip_l' if number == '1' else 'clip_g'}.transformer.{layer}"
     yield from (prefix + layer.replace(".", "_") for prefix in kohya)
 
 
@@ -157,6 +195,9 @@ def likely_base(file: AdapterFile) -> str:
         ("single.transformer.blocks", "FLUX"),
         ("single.blocks", "FLUX or HunyuanVideo"),
         ("joint.blocks", "SD 3"),
+        ("double.blocks", "FLUX or HunyuanVideo"),
+        ("joint.transformer.blocks", "SD 3"),
+        ("attn.add.k.proj", "SD 3 or FLUX"),
         ("self.attn", "Wan, or a text encoder"),
         ("lora.te2", "SDXL"),
         ("down.blocks", "a Stable Diffusion of another size"),

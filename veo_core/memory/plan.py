@@ -240,7 +240,7 @@ class StagePeaks:
         return content, motion, self.backbone.rehearse(self._empty(frames, *self.latent), self.options)
 
     def _decode(self, count: int) -> object:
-        fusion = TemporalFusion(self._empty(1, 3, self.height, self.width))
+        fusion = TemporalFusion(last=self._empty(1, 3, self.height, self.width))
         decoded = self.backbone.decode(self._empty(self._latents(count), *self.latent))[-count:]
         motion = self._empty(count, MOTION_CHANNELS, self.height // STRIDE, self.width // STRIDE)
         fused = torch.cat([fusion(decoded[i : i + 1], motion[i : i + 1]) for i in range(count)])

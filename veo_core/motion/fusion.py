@@ -51,12 +51,13 @@ class TemporalFusion:
     recursion, where it would grow dots along edges. Warping is bicubic; the state is one frame.
 
     Args:
+        amount: factor on all of that, 0..1; 0 leaves every frame as it is, bit for bit.
         last: the fused frame before the first, ``[1, 3, H, W]``, where fusion goes on.
         moving, still: weight of the frame before, where there is motion and where there is none.
     """
 
-    def __init__(self, last: Tensor | None = None, moving: float = 0.6, still: float = 0.9):
-        self.moving, self.still = moving, still
+    def __init__(self, amount: float = 1.0, last: Tensor | None = None, moving: float = 0.6, still: float = 0.9):
+        self.amount, self.moving, self.still = amount, moving, still
         self.last = last
 
     def reset(self) -> None:
@@ -65,8 +66,9 @@ class TemporalFusion:
 
     def __call__(self, frame: Tensor, motion: Tensor) -> Tensor:
         """``frame [1, 3, H, W]``, ``motion [1, 3, H / 4, W / 4]`` -> the fused frame, same shape."""
-        self.last = frame.clone() if self.last is None else self._fuse(frame, self.last, motion)
-        return _with_detail_of(frame, self.last)
+        alone = self.last is None or not self.amount
+        self.last = frame.clone() if alone else self._fuse(frame, self.last, motion)
+        return _with_detail_of(frame, self.last, self.amount) if self.amount else frame
 
     def _fuse(self, frame: Tensor, last: Tensor, motion: Tensor) -> Tensor:
         motion = F.interpolate(motion, frame.shape[-2:], mode="bilinear", align_corners=False)
@@ -74,8 +76,10 @@ class TemporalFusion:
         speed = flow.norm(dim=1, keepdim=True)
         stillness = torch.exp(-((speed / 0.5) ** 2))
         before = torch.lerp(warp(last, flow, "bicubic"), last, stillness)
-        weight = trust * torch.lerp(
-            torch.full_like(stillness, self.moving), torch.full_like(stillness, self.still), stillness
+        weight = (
+            self.amount
+            * trust
+            * torch.lerp(torch.full_like(stillness, self.moving), torch.full_like(stillness, self.still), stillness)
         )
         return torch.lerp(frame, before, weight)
 
@@ -85,10 +89,13 @@ def _blur(x: Tensor, radius: int) -> Tensor:
     return F.avg_pool2d(F.pad(x, [radius] * 4, mode="replicate"), size, 1)
 
 
-def _with_detail_of(frame: Tensor, fused: Tensor) -> Tensor:
-    """``fused`` with its detail scaled to DETAIL times the local strength of ``frame``'s; at most 1.5 times, never down."""
+def _with_detail_of(frame: Tensor, fused: Tensor, amount: float) -> Tensor:
+    """``fused`` with its detail scaled to DETAIL times the local strength of ``frame``'s; at most 1.5 times, never down.
+
+    ``amount`` is the share of that gain.
+    """
     base = _blur(_blur(fused, 1), 1)
     detail, wanted = fused - base, frame - _blur(_blur(frame, 1), 1)
     wanted_energy, own_energy = (_blur(x.square().mean(1, keepdim=True), 4) for x in (wanted, detail))
     gain = (DETAIL * ((wanted_energy + 1e-6) / (own_energy + 1e-6)).sqrt()).clamp(1.0, 1.5)
-    return base + gain * detail
+    return base + torch.lerp(torch.ones_like(gain), gain, amount) * detail

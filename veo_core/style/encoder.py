@@ -44,6 +44,16 @@ class Style:
         return self.scenes or (self,)
 
     @property
+    def has_words(self) -> bool:
+        """Whether any scene's style has words."""
+        return any(bool(s.prompts or s.prompts.negative) for s in self.by_scene)
+
+    def without_words(self) -> Style:
+        """The same pictures alone."""
+        scenes = tuple(s.without_words() for s in self.scenes)
+        return replace(self, prompts=Prompts(), scenes=scenes)
+
+    @property
     def digest(self) -> str:
         """Hash of pictures, weights and words."""
         hashed = hashlib.sha256(repr((self.weights, self.weight, self.prompts)).encode())

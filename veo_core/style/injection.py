@@ -13,7 +13,14 @@ Preset = Literal["faithful", "balanced", "strong"]
 Source = Literal["self", "previous", "anchor", "next", "warped"]
 
 
+RAMP = 0.1
 _SHARES = ("attention", "norm", "latent_norm", "start_adain")
+
+
+def trapezoid(place: float, span: tuple[float, float]) -> float:
+    """1 inside a span of 0..1, falling to 0 within a tenth outside it; sharp at 0 and at 1."""
+    begin, end = span
+    return max(0.0, min(1.0, 1 + (place - begin) / RAMP, 1 + (end - place) / RAMP))
 
 
 class StyleInjection(BaseModel):
@@ -31,9 +38,10 @@ class StyleInjection(BaseModel):
             (UniVST, Song et al. 2024: the frame's layout in the style's statistics).
         blend: with ``adain = "key_value"``, the frame's share in keys and values at the first and at the last step;
             layout is freer where it is low.
-        layers: from where to where along the up path style enters, 0 its first self-attention, 1 its last. Early layers
-            carry composition, late ones texture and colour.
-        steps: from where to where along the steps style enters. Ending early leaves details to the prompt.
+        layers: from where to where along the up path style pictures enter attention and norms, 0 the path's first, 1 its
+            last. Early layers carry composition, late ones texture and colour.
+        steps: from where to where along the steps style pictures enter attention, norms and latents. Ending early leaves
+            details to the prompt.
         sources: frames whose tokens each frame reads in every self-attention. More of them flicker less, cost more, and
             smear faster motion; only "self" makes frames independent. "warped" beside them is of the frame before what
             the motion says each place was there, and the eight tokens around it: few, and none where it was hidden.
@@ -80,6 +88,10 @@ class StyleInjection(BaseModel):
         if not style.pictures:
             scaled |= {"attention": 0.0, "start_adain": 0.0}
         return self.model_copy(update=scaled)
+
+    def gate(self, progress: float) -> float:
+        """Share of the style that enters at a place along the steps, both in 0..1."""
+        return trapezoid(progress, self.steps)
 
     @property
     def plain(self) -> bool:

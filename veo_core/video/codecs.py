@@ -162,4 +162,4 @@ def sound_settings(row: Row, rate: int, layout: str) -> Iterator[tuple[str, int,
     layouts = dict.fromkeys((layout, layout_of(channels), "7.1", "5.1", "stereo", "mono"))
     rates = dict.fromkeys((rate, 48000))
     for chosen in rates:
-        yield from ((name, chosen, l) for l in layouts if av.AudioLayout(l).nb_channels <= channels)
+        yield from ((name, chosen, own) for own in layouts if av.AudioLayout(own).nb_channels <= channels)

@@ -28,7 +28,14 @@ BT709, BT601, UNSPECIFIED = 1, 6, 2
 YCGCO = 8
 # Of these FFmpeg knows the equations too; with another it would convert nothing.
 _SWSCALE = (1, 2, 4, 5, 6, 7, 9, 10)
-_UNREAD = {11: "YDzDx", 13: "constant luminance by primaries", 14: "ICtCp", 15: "IPT-C2", 16: "YCgCo-Re", 17: "YCgCo-Ro"}
+_UNREAD = {
+    11: "YDzDx",
+    13: "constant luminance by primaries",
+    14: "ICtCp",
+    15: "IPT-C2",
+    16: "YCgCo-Re",
+    17: "YCgCo-Ro",
+}
 PQ, HLG = 16, 18
 FULL_RANGE = 2
 

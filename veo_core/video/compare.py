@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..errors import InputError
 from .audio import AudioTrack, Waveform, cut_to
+from .codecs import OutputFormat
 from .reader import Clip
 from .save import timed
-from .codecs import OutputFormat
 from .writer import VideoWriter, tick
 
 Layout = Literal["split", "side_by_side", "stacked"]

@@ -103,7 +103,9 @@ class ReadReport:
         if self.jumps:
             out.append(f"time stamps jump back {self.jumps} times; the frames after a jump follow those before it")
         if self.repeats:
-            out.append(f"{self.repeats} frames were left out: their time stamps repeat, or lie before those shown already")
+            out.append(
+                f"{self.repeats} frames were left out: their time stamps repeat, or lie before those shown already"
+            )
         return out
 
 

@@ -9,9 +9,9 @@ from fractions import Fraction
 from pathlib import Path
 
 from ..weights_file import file_state
+from .codecs import OutputFormat
 from .reader import Clip
 from .save import save_clip
-from .codecs import OutputFormat
 
 SIDE, FRAMES, SECONDS = 480, 300, 60
 _BROWSERS = {".mp4": ("h264", "av1"), ".webm": ("vp9", "av1"), ".gif": ("gif",), ".webp": ("webp",)}

@@ -9,10 +9,10 @@ from itertools import islice
 from pathlib import Path
 
 from .audio import AudioTrack, Waveform, cut_to
+from .codecs import CODECS, OutputFormat
 from .container import open_input
 from .reader import Clip
 from .spill import SPILLED
-from .codecs import CODECS, OutputFormat
 from .writer import VideoWriter, check_writable, join, tick
 
 # Matroska has no decoding times for the first packets of a stream whose pictures are reordered.

@@ -6,7 +6,10 @@ import contextlib
 import errno
 import math
 import os
+import re
+import struct
 import uuid
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -23,8 +26,10 @@ from .codecs import OutputFormat, sound_settings
 from .color import BT601, BT709, YCGCO, ColorTags, from_rgb
 from .container import open_input
 
-# In a folder of pictures, that a writer made it: nobody's files are taken for its own.
-MARK = ".veostyle"
+# What tells a picture that a writer made from others: a text chunk after the header of a PNG.
+HEADER = 33
+_TEXT = b"tEXtSoftware\0VeoStyle"
+MARK = struct.pack(">I", len(_TEXT) - 4) + _TEXT + struct.pack(">I", zlib.crc32(_TEXT))
 NAME_BYTES = 255
 # Seconds of sound that settings are tried with.
 TRIED = Fraction(1, 2)
@@ -197,7 +202,6 @@ class VideoWriter(_Output):
     def _open(self) -> None:
         if self.output.is_folder:
             self.part.mkdir()
-            (self.part / MARK).touch()
         else:
             super()._open()
 
@@ -369,22 +373,29 @@ def short_name(stem: str, ending: str) -> str:
     return os.fsencode(stem)[:room].decode("utf-8", "ignore") + ending
 
 
+def result_name(source: str, style: str, suffix: str) -> str:
+    """What a result is called: after its source and its style, neither too long."""
+    return short_name(source, f"_{os.fsencode(style)[:80].decode('utf-8', 'ignore')}{suffix}")
+
+
 def _foreign(folder: Path) -> str | None:
-    """A file in a folder of pictures that its writer did not make; None where there is none."""
-    names = {p.name for p in folder.iterdir()}
-    if not names:
-        return None
-    count = len(names) - 1
-    made = {MARK, *(f"{i:06d}.png" for i in range(1, count + 1))}
-    others = sorted(names - made) if MARK in names else sorted(names)
-    return others[0] if others else None
+    """A file in a folder of pictures that no writer made; None where there is none."""
+    return next((p.name for p in sorted(folder.iterdir()) if not _is_own(p)), None)
+
+
+def _is_own(path: Path) -> bool:
+    """Whether a writer made a picture, which it says itself: nobody's files are taken for a result."""
+    if not re.fullmatch(r"\d{6}\.png", path.name) or path.is_symlink() or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(HEADER + len(MARK))[HEADER:] == MARK
 
 
 def _remove_pictures(folder: Path) -> None:
-    """Removes a folder that a writer made, and of its files only those; the folder stays where others are in it."""
-    for number in range(1, sum(1 for _ in folder.iterdir()) + 1):
-        (folder / f"{number:06d}.png").unlink(missing_ok=True)
-    (folder / MARK).unlink(missing_ok=True)
+    """Removes of a folder what a writer made; the folder stays where anything else is in it."""
+    for path in folder.iterdir():
+        if _is_own(path):
+            path.unlink()
     folder.rmdir()
 
 
@@ -450,7 +461,8 @@ def _save_png(frame: av.VideoFrame, path: Path) -> None:
         Fraction(1),
     )
     frame.pts = 0
-    path.write_bytes(b"".join(bytes(p) for p in (*context.encode(frame), *context.encode(None))))
+    encoded = b"".join(bytes(p) for p in (*context.encode(frame), *context.encode(None)))
+    path.write_bytes(encoded[:HEADER] + MARK + encoded[HEADER:])
 
 
 def _palette_graph(width: int, height: int, time_base: Fraction) -> av.filter.Graph:

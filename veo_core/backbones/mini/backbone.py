@@ -21,7 +21,7 @@ from ...sampling.schedule import FlowSchedule
 from ...style.encoder import Style
 from ...video.scenes import Survey
 from ...weights_file import Header, describe, digest, read_header
-from ..base import Defaults
+from ..base import COMMON, Defaults
 from .autoencoder import FACTOR, LATENT_CHANNELS
 from .network import MiniNetwork
 from .style_path import PICTURE_SIZE
@@ -58,6 +58,8 @@ class MiniBackbone:
     managed = False
     multiple = FACTOR
     defaults = Defaults(steps=1, guidance=1.0, window=12, overlap=4)
+    reads = COMMON
+    temporal = False
 
     def __init__(self, net: MiniNetwork, digest: str):
         # The flow serves every backbone and is loaded for itself.
@@ -104,6 +106,9 @@ class MiniBackbone:
         condition = MiniCondition(self.net.mapping.null[None], options.guidance, 1.0)
         motion = x.new_empty(len(x), MOTION_CHANNELS, *x.shape[2:])
         return self._predict(x, 1.0, condition, torch.empty_like(x), motion, TemporalContext(len(x), hand_over=0))
+
+    def guides(self, style: Style) -> bool:
+        return True
 
     def evaluations(self, options: StylizeOptions) -> int:
         return options.steps

@@ -28,7 +28,7 @@ from ...style.encoder import Style, cover
 from ...style.prompts import Prompts
 from ...video.scenes import Survey
 from ...weights_file import digest
-from ..base import Defaults
+from ..base import DIFFUSION, Defaults
 from .files import NAMES, Parts, load_file, load_folder, load_motion
 from .fused import fuse
 from .ip_adapter import Blocks, ImageTokens, IPAdapter, load_ip_adapter, pictured
@@ -80,6 +80,7 @@ class StableDiffusionBackbone:
     channels = 4
     time_factor = 1
     managed = False
+    reads = DIFFUSION
 
     def __init__(self, parts: Parts, digest: str, sampler: str = "dpmpp_2m", scheduler: str | None = None):
         self.name = NAMES[parts.architecture]
@@ -138,7 +139,7 @@ class StableDiffusionBackbone:
         return next(self.unet.parameters()).device
 
     @property
-    def _moves(self) -> bool:
+    def temporal(self) -> bool:
         """Whether the UNet has motion modules, and takes frames as clips."""
         return hasattr(self.unet.config, "use_motion_mid_block")
 
@@ -150,7 +151,7 @@ class StableDiffusionBackbone:
         return self.vae.decode((latents / self.vae.config.scaling_factor).to(self.vae.dtype)).sample.float() / 2 + 0.5
 
     def condition(self, style: Style, options: StylizeOptions, survey: Survey) -> DiffusionCondition:
-        if self._moves and options.window + 1 > (room := self.unet.config.motion_max_seq_length):
+        if self.temporal and options.window + 1 > (room := self.unet.config.motion_max_seq_length):
             raise InputError(f"window = {options.window} is too long for these motion modules; give at most {room - 1}")
         prompts = style.prompts.checked(survey)
         embeddings: dict[tuple[str, tuple[float, ...]], TextEmbedding] = {}
@@ -202,6 +203,9 @@ class StableDiffusionBackbone:
         del held
         return output
 
+    def guides(self, style: Style) -> bool:
+        return style.has_words or (self.ip_adapter is not None and bool(style.pictures))
+
     def evaluations(self, options: StylizeOptions) -> int:
         return len(self.schedule(options))
 
@@ -251,7 +255,7 @@ class StableDiffusionBackbone:
 
     def _network(self, frames: int, x: Tensor, timestep: Tensor, tokens: Tensor, *added: Tensor) -> Tensor:
         extra = {"added_cond_kwargs": dict(zip(("text_embeds", "time_ids"), added))} if added else {}
-        if not self._moves:
+        if not self.temporal:
             return self.unet(x, timestep, encoder_hidden_states=tokens, return_dict=False, **extra)[0]
         clips = rearrange(x, "(b t) c h w -> b c t h w", t=frames)
         out = self.unet(clips, timestep, encoder_hidden_states=tokens, return_dict=False, **extra)[0]
@@ -270,8 +274,7 @@ class _Run:
         self.empty = condition.without("", strengths)
         self.negative = condition.without(condition.prompts.negative, strengths)
         self.words = [condition.at(f, job.scene, strengths) for f in job.frames]
-        worded = bool(condition.prompts or condition.prompts.negative)
-        self.guided = job.options.guidance > 1 and (worded or condition.image is not None)
+        self.guided = job.options.guidance > 1 and model.guides(condition.style)
         self.schedule = model.schedule(job.options, job.generators())
 
     @torch.no_grad()
@@ -310,7 +313,8 @@ class _Run:
         content, self.trails = self.job.content, {}
         if self.style is not None and self.injection.start_adain:
             moments = pooled_moments(self.style, self.shares)
-            content = calibrate(content, TemporalContext(1), "start", self.injection.start_adain, moments)
+            amount = self.injection.start_adain * self.injection.gate(0.0)
+            content = calibrate(content, TemporalContext(1), "start", amount, moments)
         if not self.injection.inversion or self.injection.plain:
             return self.schedule.start(content, self.job.noise())
         self.trails = {"content": self._trail(content)}
@@ -378,7 +382,7 @@ class _Run:
     def _replays(self, x: Tensor) -> bool:
         """Whether the GPU would wait for launches, and nothing beyond the network's inputs changes between calls."""
         pictures = self.pictures.batch is not None
-        return captures(x) and x[:, 0].numel() <= LAUNCH_BOUND and not pictures and not self.model._moves
+        return captures(x) and x[:, 0].numel() <= LAUNCH_BOUND and not pictures and not self.model.temporal
 
     def _output(self, index: int, model_input: Tensor) -> Tensor:
         """The model's output for all frames, guided."""
@@ -404,8 +408,11 @@ class _Run:
         job, schedule = self.job, self.schedule
         clean = before = schedule.clean(index, model_input, output)
         if self.injection.latent_norm and not self.injection.plain:
-            moments = None if self.style is None else pooled_moments(self.style, self.shares)
-            clean = calibrate(clean, job.temporal(index), "latent", self.injection.latent_norm, moments)
+            moments, amount = None, self.injection.latent_norm
+            if self.style is not None:
+                moments = pooled_moments(self.style, self.shares)
+                amount *= self.injection.gate(self._progress(index))
+            clean = calibrate(clean, job.temporal(index), "latent", amount, moments)
         clean = job.fuse(index, clean)
         return output if clean is before else schedule.output(index, model_input, clean)
 

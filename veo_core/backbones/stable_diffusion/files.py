@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ...errors import ModelError
-from ...weights_file import Header, describe, read_header, read_tensors
+from ...weights_file import Header, describe, read_header, read_metadata, read_tensors
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL, UNet2DConditionModel
@@ -73,14 +73,12 @@ def load_file(path: Path, dtype: torch.dtype) -> Parts:
         raise ModelError(f"{path} is no checkpoint of SD 1.5 or SDXL: {describe(header)}. Give {EXPECTED}")
     _check_kind(path, header)
     config = json.loads((Path(__file__).parent / "configs" / f"{architecture}.json").read_text())
-    scheduler = dict(config["scheduler"])
-    if "v_pred" in header:
-        scheduler |= {"prediction_type": "v_prediction", "rescale_betas_zero_snr": "ztsnr" in header}
+    scheduler = dict(config["scheduler"]) | _prediction(header, read_metadata(path))
     try:
         unet = _load_unet(read_tensors(path, _UNET, dtype), config["unet"])
         vae = _load_vae(read_tensors(path, _VAE, dtype), config["vae"])
         text = [_load_text(path, header, facts, dtype) for facts in config["text"]]
-    except (SafetensorError, RuntimeError, KeyError, ValueError) as e:
+    except (SafetensorError, RuntimeError, KeyError, ValueError, IndexError) as e:
         reason = " ".join(line.strip() for line in str(e).splitlines()[:2])[:300]
         raise ModelError(
             f"{path} is damaged or not a plain {NAMES[architecture]} checkpoint; download it again, or give another ({reason})"
@@ -88,7 +86,21 @@ def load_file(path: Path, dtype: torch.dtype) -> Parts:
     return Parts(architecture, unet, vae, text, scheduler)
 
 
+def _prediction(header: Header, metadata: dict[str, str]) -> dict[str, Any]:
+    """What a file says of its prediction, by marker keys or by its metadata (modelspec, kohya's scripts)."""
+    told = metadata.get("modelspec.predict_key") or metadata.get("modelspec.prediction_type") or ""
+    by_kohya = metadata.get("ss_v_parameterization", "").lower() == "true"
+    if not ("v_pred" in header or told.lower() in ("v", "v_prediction", "velocity") or by_kohya):
+        return {}
+    zero = "ztsnr" in header or metadata.get("ss_zero_terminal_snr", "").lower() == "true"
+    return {"prediction_type": "v_prediction", "rescale_betas_zero_snr": zero}
+
+
 def _check_kind(path: Path, header: Header) -> None:
+    if any(name in header for name in ("edm_vpred.sigma_max", "edm_mean", "edm_std")):
+        raise ModelError(
+            f"{path} is an EDM checkpoint, such as CosXL or Playground 2.5, whose noise is another. Give {EXPECTED}"
+        )
     if any(name.startswith("cond_stage_model.model.") for name in header):
         raise ModelError(f"{path} is a checkpoint of SD 2, which is not read. Give {EXPECTED}")
     if any(name.startswith("conditioner.embedders.0.model.") for name in header):
@@ -146,8 +158,11 @@ def _load_text(path: Path, header: Header, facts: dict[str, Any], dtype: torch.d
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
     prefix = facts["prefix"]
-    weights = read_tensors(path, prefix, dtype)
     hugging_face = prefix.endswith("text_model.")
+    if hugging_face and not any(name.startswith(prefix) for name in header):
+        # As the oldest files have it.
+        prefix = prefix.removesuffix("text_model.")
+    weights = read_tensors(path, prefix, dtype)
     layer = f"{prefix}encoder.layers." if hugging_face else f"{prefix}transformer.resblocks."
     first = f"{layer}0.mlp.fc1.weight" if hugging_face else f"{layer}0.mlp.c_fc.weight"
     inner, width = header[first]

@@ -24,8 +24,9 @@ def connected(unet: nn.Module, session: StyleSession) -> Iterator[None]:
             stack.callback(setattr, attentions[name], "processor", attentions[name].processor)
             attentions[name].processor = _SessionProcessor(session, site)
         if session.injection.norm:
-            for name, norm in up_norms(unet):
-                norm.site = NormSite(session, Site(name, 1.0))
+            norms = up_norms(unet)
+            for index, (name, norm) in enumerate(norms):
+                norm.site = NormSite(session, Site(name, index / max(1, len(norms) - 1)))
                 stack.callback(setattr, norm, "site", None)
         yield
 

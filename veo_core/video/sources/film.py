@@ -21,7 +21,6 @@ from ...errors import InputError
 from ..color import ColorTags, has_alpha, read_tags, to_rgb, tone_map
 from ..container import (
     audio_streams,
-    channel_names,
     channel_orders,
     decodes,
     open_input,
