@@ -93,9 +93,8 @@ class RunStore:
         """Stores frames ``[n, ...]`` from index ``first`` on."""
         if not len(values):
             return
-        view = self._slice(name, first, len(values), "r+")
-        view[:] = values.detach().float().cpu().numpy()
-        view.flush()
+        # What is mapped outlives the process without being flushed.
+        self._slice(name, first, len(values), "r+")[:] = values.detach().float().cpu().numpy()
 
     def read(self, name: str, first: int, count: int) -> Tensor:
         """Frames ``[count, ...]`` from index ``first``, float32, on the CPU."""

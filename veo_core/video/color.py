@@ -6,11 +6,12 @@ at 16. Here it only changes chroma sampling and bit depth (to and from yuv444p16
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 import av
 import numpy as np
-from av.video.reformatter import Interpolation
+from av.video.reformatter import Interpolation, VideoReformatter
 
 SWS_FLAGS = int(Interpolation.BICUBIC) | 0x40000 | 0x2000  # SWS_ACCURATE_RND, SWS_FULL_CHR_H_INT
 
@@ -38,6 +39,16 @@ _UNREAD = {
 }
 PQ, HLG = 16, 18
 FULL_RANGE = 2
+
+
+_own = threading.local()
+
+
+def reformat(frame: av.VideoFrame, **settings: object) -> av.VideoFrame:
+    """``frame.reformat`` that may run on several threads for one frame, each with FFmpeg's tables made once."""
+    if not hasattr(_own, "reformatter"):
+        _own.reformatter = VideoReformatter()
+    return _own.reformatter.reformat(frame, **settings)
 
 
 @dataclass(frozen=True)
@@ -99,15 +110,15 @@ def to_rgb(frame: av.VideoFrame, tags: ColorTags) -> tuple[np.ndarray, np.ndarra
     if _is_rgb(frame):
         deep = max(c.bits for c in frame.format.components) > 8
         if deep:
-            pixels, top = frame.reformat(format="rgba64le" if alpha else "rgb48le").to_ndarray(), 65535.0
+            pixels, top = reformat(frame, format="rgba64le" if alpha else "rgb48le").to_ndarray(), 65535.0
         else:
-            pixels, top = frame.reformat(format="rgba" if alpha else "rgb24").to_ndarray(), 255.0
+            pixels, top = reformat(frame, format="rgba" if alpha else "rgb24").to_ndarray(), 255.0
         planes = np.moveaxis(pixels.astype(np.float32), -1, 0) / top
         return planes[:3], planes[3:] if alpha else None
     range_code = 2 if tags.full else 1
     name = "yuva444p16le" if alpha else "yuv444p16le"
     same = {"src_color_range": range_code, "dst_color_range": range_code}
-    pixels = frame.reformat(format=name, interpolation=SWS_FLAGS, **same).to_ndarray()
+    pixels = reformat(frame, format=name, interpolation=SWS_FLAGS, **same).to_ndarray()
     planes = np.moveaxis(pixels.astype(np.float32), -1, 0) if pixels.shape[-1] in (3, 4) else pixels.astype(np.float32)
     depth = frame.format.components[0].bits
     top = float(((1 << depth) - 1) << (16 - depth))
@@ -144,7 +155,7 @@ def from_rgb(rgb: np.ndarray, pixel_format: str, tags: ColorTags, alpha: np.ndar
         else:
             pixels, name = np.rint(planes * 255).astype(np.uint8), "rgba" if with_alpha else "rgb24"
         frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(np.moveaxis(pixels, 0, -1)), format=name)
-        return frame if name == pixel_format else frame.reformat(format=pixel_format, interpolation=SWS_FLAGS)
+        return frame if name == pixel_format else reformat(frame, format=pixel_format, interpolation=SWS_FLAGS)
     kr, kb = _LUMA[tags.matrix]
     r, g, b = planes[:3]
     y = kr * r + (1 - kr - kb) * g + kb * b
@@ -162,8 +173,8 @@ def from_rgb(rgb: np.ndarray, pixel_format: str, tags: ColorTags, alpha: np.ndar
     name = "yuva444p16le" if with_alpha else "yuv444p16le"
     frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(np.moveaxis(pixels, 0, -1)), format=name, channel_last=True)
     range_code = 2 if tags.full else 1
-    frame = frame.reformat(
-        format=pixel_format, interpolation=SWS_FLAGS, src_color_range=range_code, dst_color_range=range_code
+    frame = reformat(
+        frame, format=pixel_format, interpolation=SWS_FLAGS, src_color_range=range_code, dst_color_range=range_code
     )
     frame.colorspace, frame.color_range = tags.matrix, range_code
     return frame

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Literal, get_args
@@ -14,11 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import InputError
+from .ahead import ahead
 from .info import Decoded, ReadReport, VideoInfo
 from .scale import scale
 from .sources import decode, probe
 
 MIN_SIDE, MAX_SIDE = 16, 16384
+# Those that wait at a time.
+THUMBNAILS = 32
 # Containers round time stamps to a millisecond.
 SAME_TIME = Fraction(1, 1000)
 Fit = Literal["stretch", "crop", "pad"]
@@ -95,17 +100,23 @@ class Clip:
             InputError: when the file has no frame in the asked span.
         """
         report = report if report is not None else ReadReport()
-        origin: Fraction | None = None
-        found = False
-        for index, (time, decoded) in enumerate(self._selected(report)):
-            found = True
-            origin = time if origin is None else origin
-            progress(index)
-            if index >= first:
-                image, alpha = decoded.convert()
-                yield Frame(index, time - origin, self._resize(image), None if alpha is None else self._resize(alpha))
-        if not found:
-            raise InputError(self._nothing_read())
+
+        def converting() -> Iterator[Callable[[], Frame]]:
+            origin: Fraction | None = None
+            with closing(self._selected(report)) as selected:
+                for index, (time, decoded) in enumerate(selected):
+                    origin = time if origin is None else origin
+                    progress(index)
+                    if index >= first:
+                        yield partial(self._converted, index, time - origin, decoded)
+            if origin is None:
+                raise InputError(self._nothing_read())
+
+        return ahead(converting())
+
+    def _converted(self, index: int, time: Fraction, decoded: Decoded) -> Frame:
+        image, alpha = decoded.convert()
+        return Frame(index, time, self._resize(image), None if alpha is None else self._resize(alpha))
 
     def scaled(self, width: int, height: int) -> Clip:
         """The same clip at another size, cropped or padded as this one is."""
@@ -119,13 +130,14 @@ class Clip:
         """
         last = max(indices, default=-1)
         origin: Fraction | None = None
-        for index, (time, decoded) in enumerate(self._selected(ReadReport())):
-            origin = time if origin is None else origin
-            progress(index)
-            if index in indices:
-                yield Frame(index, time - origin, self._resize(decoded.convert()[0]))
-            if index >= last:
-                return
+        with closing(self._selected(ReadReport())) as selected:
+            for index, (time, decoded) in enumerate(selected):
+                origin = time if origin is None else origin
+                progress(index)
+                if index in indices:
+                    yield Frame(index, time - origin, self._resize(decoded.convert()[0]))
+                if index >= last:
+                    return
 
     def thumbnails(self, report: ReadReport | None = None) -> Iterator[tuple[Fraction, Fraction, Tensor]]:
         """Every frame as a quick 64x36 picture, for a look at the whole clip.
@@ -133,13 +145,19 @@ class Clip:
         Yields:
             Seconds from the first frame, seconds on show, float32 ``[3, 36, 64]`` in about 0..1, not turned upright.
         """
-        origin: Fraction | None = None
-        for time, decoded in self._selected(report if report is not None else ReadReport()):
-            origin = time if origin is None else origin
-            shown = self.every_nth / self.rate if self.rate else decoded.duration * self.every_nth
-            yield time - origin, shown, decoded.thumbnail()
-        if origin is None:
-            raise InputError(self._nothing_read())
+        report = report if report is not None else ReadReport()
+
+        def shrinking() -> Iterator[Callable[[], tuple[Fraction, Fraction, Tensor]]]:
+            origin: Fraction | None = None
+            with closing(self._selected(report)) as selected:
+                for time, decoded in selected:
+                    origin = time if origin is None else origin
+                    shown = self.every_nth / self.rate if self.rate else decoded.duration * self.every_nth
+                    yield partial(_thumbnail_of, time - origin, shown, decoded)
+            if origin is None:
+                raise InputError(self._nothing_read())
+
+        return ahead(shrinking(), THUMBNAILS)
 
     def _nothing_read(self) -> str:
         if self.start > 0:
@@ -148,10 +166,11 @@ class Clip:
         return f"{self.path}: no frame could be decoded. The file is empty or damaged; play or re-encode it to check."
 
     def _selected(self, report: ReadReport) -> Iterator[tuple[Fraction, Decoded]]:
-        source = decode(self.path, self.stream, report, self.start)
         end = None if self.duration is None else self.start + self.duration
-        timed = _at_rate(source, self.rate, self.start, end) if self.rate else _between(source, self.start, end)
-        return islice(timed, 0, None if self.max_frames is None else self.max_frames * self.every_nth, self.every_nth)
+        with closing(decode(self.path, self.stream, report, self.start)) as source:
+            timed = _at_rate(source, self.rate, self.start, end) if self.rate else _between(source, self.start, end)
+            stop = None if self.max_frames is None else self.max_frames * self.every_nth
+            yield from islice(timed, 0, stop, self.every_nth)
 
     def _resize(self, image: Tensor) -> Tensor:
         width, height = self.size
@@ -166,6 +185,10 @@ class Clip:
         image = scale(image, inner_w, inner_h)
         left, top = (width - inner_w) // 2, (height - inner_h) // 2
         return F.pad(image, (left, width - inner_w - left, top, height - inner_h - top))
+
+
+def _thumbnail_of(time: Fraction, shown: Fraction, decoded: Decoded) -> tuple[Fraction, Fraction, Tensor]:
+    return time, shown, decoded.thumbnail()
 
 
 def _between(source: Iterator[Decoded], start: Fraction, end: Fraction | None) -> Iterator[tuple[Fraction, Decoded]]:

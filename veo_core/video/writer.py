@@ -10,7 +10,9 @@ import re
 import struct
 import uuid
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, OutputError
+from .ahead import DEPTH, WORKERS
 from .audio import AudioPieces, AudioTrack, Waveform, copied_packets, copies, cut_to, open_audio
 from .codecs import OutputFormat, sound_settings
 from .color import BT601, BT709, YCGCO, ColorTags, from_rgb
@@ -196,6 +199,10 @@ class VideoWriter(_Output):
         self.alpha = self.output.keeps_alpha(alpha)
         self.pixel_format = self.output.pixel_format(alpha)
         self.count = 0
+        # Pictures become the encoder's on several threads, and are encoded in their order on one.
+        self._converting = ThreadPoolExecutor(WORKERS, "veostyle-convert")
+        self._encoding = ThreadPoolExecutor(1, "veostyle-encode")
+        self._jobs: deque[Future] = deque()
         self._palette: av.filter.Graph | None = None
         self._hundredth: int | None = None
 
@@ -244,28 +251,40 @@ class VideoWriter(_Output):
         pixels = frames.detach().float().cpu().numpy()
         masks = [None] * len(pixels) if alpha is None else alpha.detach().float().cpu().numpy()
         for image, mask, time in zip(pixels, masks, times, strict=True):
-            try:
-                self._write_one(image, mask, round(time / self.time_base))
-            except (av.FFmpegError, OSError) as e:
-                raise self._failure(e) from e
+            pts = round(time / self.time_base)
+            if self._palette:
+                # GIF counts in hundredths of a second; of two frames in one of them the first is shown.
+                if (hundredth := round(pts * self.time_base * 100)) == self._hundredth:
+                    continue
+                self._hundredth = hundredth
+            self.count += 1
+            made = self._converting.submit(self._converted, image, mask)
+            self._jobs.append(self._encoding.submit(self._encode, made, self.count, pts))
+            self._await(DEPTH)
 
-    def _write_one(self, image: np.ndarray, mask: np.ndarray | None, pts: int) -> None:
-        self.count += 1
+    def _await(self, left: int) -> None:
+        """Waits until so many pictures are left to encode, or one of them could not be."""
+        try:
+            while len(self._jobs) > left:
+                self._jobs.popleft().result()
+        except (av.FFmpegError, OSError) as e:
+            raise self._failure(e) from e
+
+    def _converted(self, image: np.ndarray, mask: np.ndarray | None) -> av.VideoFrame:
         if self.output.is_folder:
-            frame = from_rgb(image, self.pixel_format, self.tags, mask)
-            _save_png(frame, self.part / f"{self.count:06d}.png")
-            return
-        if self._palette:
-            # GIF counts in hundredths of a second; of two frames in one of them the first is shown.
-            if (hundredth := round(pts * self.time_base * 100)) == self._hundredth:
-                return
-            self._hundredth = hundredth
+            return from_rgb(image, self.pixel_format, self.tags, mask)
         width, height = self._even(*self.size)
         pad = ((0, 0), (0, height - image.shape[1]), (0, width - image.shape[2]))
         if any(p for _, p in pad):
             image = np.pad(image, pad, mode="edge")
             mask = None if mask is None else np.pad(mask, pad, mode="edge")
-        frame = from_rgb(image, "rgb24" if self._palette else self.pixel_format, self.tags, mask)
+        return from_rgb(image, "rgb24" if self._palette else self.pixel_format, self.tags, mask)
+
+    def _encode(self, made: Future, number: int, pts: int) -> None:
+        frame = made.result()
+        if self.output.is_folder:
+            _save_png(frame, self.part / f"{number:06d}.png")
+            return
         frame.pts, frame.time_base = pts, self.time_base
         if self._palette:
             self._palette.push(frame)
@@ -275,10 +294,16 @@ class VideoWriter(_Output):
         self._mux_audio(pts * self.time_base)
 
     def _finish(self) -> None:
+        self._await(0)
         if self.output.is_folder:
             return
         self._container.mux(self._stream.encode(None))
         super()._finish()
+
+    def _discard(self) -> None:
+        for threads in (self._converting, self._encoding):
+            threads.shutdown(cancel_futures=True)
+        super()._discard()
 
 
 class _Joined(_Output):

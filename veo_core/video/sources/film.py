@@ -18,7 +18,7 @@ from av.video.stream import VideoStream
 from torch import Tensor
 
 from ...errors import InputError
-from ..color import ColorTags, has_alpha, read_tags, to_rgb, tone_map
+from ..color import ColorTags, has_alpha, read_tags, reformat, to_rgb, tone_map
 from ..container import (
     audio_streams,
     channel_orders,
@@ -287,5 +287,5 @@ def _convert(frame: av.VideoFrame, tags: ColorTags, aspect: Fraction | None) -> 
 def thumbnail(frame: av.VideoFrame) -> Tensor:
     """A frame as a quick picture ``[3, 36, 64]``, about 0..1."""
     height, width = THUMBNAIL
-    pixels = frame.reformat(width=width, height=height, format="rgb24", interpolation="AREA").to_ndarray()
+    pixels = reformat(frame, width=width, height=height, format="rgb24", interpolation="AREA").to_ndarray()
     return torch.from_numpy(pixels).movedim(-1, 0).float() / 255
