@@ -39,7 +39,7 @@ class MemoryPool(io.ComfyNode):
                     "policy",
                     options=list(POLICIES),
                     default="fast",
-                    tooltip="fast encodes and decodes as many frames at once as fit, lean one. The result is the same.",
+                    tooltip="fast encodes and decodes as many frames at once as fill the chip, lean one. The result is the same.",
                 ),
                 io.Int.Input("window", default=0, min=0, max=256, optional=True, tooltip="As on the denoiser."),
                 io.Float.Input(

@@ -106,14 +106,14 @@ class LoadModel(io.ComfyNode):
         from ..veo_core.backbones import load_backbone
 
         cpu = torch.device("cpu")
+        dtype = torch.float16 if management.get_torch_device().type == "cuda" else torch.float32
         if model == BUNDLED and not path:
-            return io.NodeOutput(loaded(load_backbone(None, cpu)))
+            return io.NodeOutput(loaded(load_backbone(None, cpu, dtype)))
         file = Path(path) if path else Path(folder_paths.get_full_path_or_raise("checkpoints", model))
-        half = management.get_torch_device().type == "cuda"
         backbone = load_backbone(
             file,
             cpu,
-            torch.float16 if half else torch.float32,
+            dtype,
             sampler=None if sampler == SAMPLER else sampler,
             scheduler=None if scheduler == AUTO else scheduler,
             prediction=None if prediction == AUTO else prediction,

@@ -121,7 +121,7 @@ MemoryPolicy = Annotated[
     typer.Option(
         "--memory_policy",
         "--memory-policy",
-        help="fast encodes and decodes as many frames at once as fit, lean one; the result is the same.",
+        help="fast encodes and decodes as many frames at once as fill the chip, lean one; the result is the same.",
     ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]

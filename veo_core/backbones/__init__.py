@@ -21,7 +21,7 @@ def load_backbone(
     """Loads a model by what its file holds; None is the bundled veo-mini.
 
     Args:
-        dtype: that Stable Diffusion computes in; None is fp16 on a GPU and float32 on the CPU.
+        dtype: computed in; None is fp16 on a GPU and float32 on the CPU.
         settings: sampler, scheduler, motion modules and weight_dtype, for Stable Diffusion.
 
     Raises:
@@ -36,7 +36,7 @@ def load_backbone(
             raise ModelError(
                 f"{next(iter(settings))} is for Stable Diffusion, and {path.name} is veo-mini; leave it out"
             )
-        return mini.load(path, device)
+        return mini.load(path, device, dtype)
     from .stable_diffusion import backbone as stable_diffusion
     from .stable_diffusion import files
 

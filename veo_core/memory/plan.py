@@ -21,6 +21,8 @@ from .trace import TracedMemory, trace_memory
 
 MIB = 1 << 20
 CHUNKS = (16, 8, 4, 2, 1)
+# Pixels that fill a chip, or a processor's cache: more frames at once take memory and give no time. By benchmarks/speed.py.
+FILLS = {"cuda": 1 << 21, "cpu": 1 << 17}
 RESERVE = 0.15
 Policy = Literal["fast", "lean"]
 POLICIES: tuple[Policy, ...] = ("fast", "lean")
@@ -113,7 +115,7 @@ def make_plan(
         peaks: of a model at the frames' padded size.
         size: width and height of the frames.
         budget: bytes on the model's device, its weights included; None takes what is free, less a reserve of 15 %.
-        policy: ``fast`` takes the largest chunks that fit, ``lean`` the least memory.
+        policy: ``fast`` takes chunks that fill the chip, or the largest that fit, ``lean`` the least memory.
         free: bytes that count as free on the device; None asks the device, and adds the weights that are there already.
 
     Raises:
@@ -128,7 +130,8 @@ def make_plan(
         free = free_memory(device) + (weights if device.type != "cpu" else 0) if free is None else free
         reserve = int(free * RESERVE)
         budget = free - reserve
-    chunks = [1] if policy == "lean" else [c for c in CHUNKS if device.type != "cpu" or c <= 4]
+    enough = FILLS["cpu" if device.type == "cpu" else "cuda"] / (size[0] * size[1])
+    chunks = [1] if policy == "lean" else [c for c in CHUNKS if c < 2 * enough or c == 1]
     encodes, decodes = list(dict.fromkeys(min(c, options.window) for c in chunks)), chunks
     if backbone.time_factor > 1:
         encodes, decodes = [options.window], [GROUP * backbone.time_factor]

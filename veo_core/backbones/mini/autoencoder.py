@@ -41,7 +41,10 @@ class Upsample(nn.Module):
 
 
 class Autoencoder(nn.Module):
-    """``encode`` gives latents normalised per channel, ``decode`` undoes it; both per frame and local in space."""
+    """``encode`` gives latents normalised per channel, ``decode`` undoes it; both per frame and local in space.
+
+    Results have the dtype of what is given, whatever the weights are computed in.
+    """
 
     def __init__(self):
         super().__init__()
@@ -79,10 +82,16 @@ class Autoencoder(nn.Module):
 
     def encode(self, frames: Tensor) -> Tensor:
         """``frames [n, 3, H, W]`` in 0..1, H and W multiples of 8 -> ``[n, 32, H / 8, W / 8]``, about unit variance."""
-        z = self.encoder(frames * 2 - 1)
+        z = self.encoder(_as(frames * 2 - 1, self.encoder[0].weight)).to(frames.dtype)
         return (z - self.latent_mean.to(z.dtype)) / self.latent_std.to(z.dtype)
 
     def decode(self, latents: Tensor) -> Tensor:
         """``latents [n, 32, h, w]`` -> frames ``[n, 3, 8 h, 8 w]``, nominally 0..1, not clamped."""
         z = latents * self.latent_std.to(latents.dtype) + self.latent_mean.to(latents.dtype)
-        return self.decoder(z) / 2 + 0.5
+        return self.decoder(_as(z, self.decoder[0].weight)).to(latents.dtype) / 2 + 0.5
+
+
+def _as(x: Tensor, weight: Tensor) -> Tensor:
+    """``x`` in a weight's dtype, and in channels-last where the weight is."""
+    last = weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
+    return x.to(weight.dtype, memory_format=torch.channels_last if last else torch.preserve_format)

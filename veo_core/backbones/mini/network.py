@@ -41,5 +41,5 @@ class MiniNetwork(nn.Module):
             style: style vectors ``[b, 256]``, of ``mapping`` or ``mapping.null``.
             sigma: place on the bridge ``[b]``: 1 at the content, 0 at the result.
         """
-        condition, tokens = self.adapter(style, sigma)
+        condition, tokens = (v.to(self.unet.head.weight.dtype) for v in self.adapter(style, sigma))
         return self.unet(x, content, motion, condition, tokens, context)

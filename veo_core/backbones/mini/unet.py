@@ -108,9 +108,10 @@ class UNet(nn.Module):
             ``[(b t), 32, h, w]``.
         """
         height, width = x.shape[-2:]
+        given, dtype = content, self.stem.weight.dtype
         # Whole halvings, and two positions at the coarsest for borders to be reflected in.
         pad = (0, max(8, width + -width % 4) - width, 0, max(8, height + -height % 4) - height)
-        x, content = (F.pad(z, pad, mode="replicate") for z in (x, content))
+        x, content = (F.pad(z, pad, mode="replicate").to(dtype) for z in (x, content))
         motion = F.pad(motion, pad, mode="replicate")
         t = context.frames
         h = self.stem(torch.cat([x, content], dim=1)) + self.motion(content, motion, t)
@@ -131,4 +132,4 @@ class UNet(nn.Module):
         h = torch.cat([self.up1(h), skip1], dim=1)
         for block in self.out1:
             h = block(h, condition, context)
-        return (content + self.head(F.silu(h)))[..., :height, :width]
+        return given + self.head(F.silu(h))[..., :height, :width].to(given.dtype)
