@@ -142,6 +142,19 @@ async def attempt(server: Server, workflow: dict, folder: Path, retries: int, na
     return []
 
 
+def with_picture(workflow: dict) -> dict:
+    """The graph with a loader of pictures before its style encoders, where it has none but takes a painting of the pack's."""
+    if any(node["class_type"] == "LoadImage" for node in workflow.values()):
+        return workflow
+    loader = {"style picture": {"class_type": "LoadImage", "inputs": {"image": ""}}}
+    encoders = {
+        key: node | {"inputs": node["inputs"] | {"images": ["style picture", 0], "painting": "none"}}
+        for key, node in workflow.items()
+        if node["class_type"] == "VeoStyleEncoder"
+    }
+    return workflow | encoders | loader
+
+
 async def main(a: argparse.Namespace) -> int:
     workflow = json.loads(a.workflow.read_text())
     changes = {}
@@ -157,6 +170,7 @@ async def main(a: argparse.Namespace) -> int:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
         server = Server(a.server, session)
         if a.image:
+            workflow = with_picture(workflow)
             changes["LoadImage.image"] = await server.upload(a.image)
         for clip in clips:
             name, own = (clip.name if clip else a.workflow.stem), dict(changes)

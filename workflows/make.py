@@ -5,7 +5,8 @@
     python make.py http://127.0.0.1:8188 nodes                   # web/docs/images/NODE.jpg
     python make.py http://127.0.0.1:8188 readme                  # web/docs/images/canvas.jpg, before_and_after.webp
 
-Needs a running ComfyUI with the pack and the sample clips and paintings in its input folder, playwright, and a Chromium.
+Needs a running ComfyUI with the pack, city.mp4 and great_wave.jpg of the samples in its input folder, playwright, and a
+Chromium.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def memory(*nodes: str, title: str = "Memory") -> Group:
     return Group(title, GREY, nodes)
 
 
-START = "Choose a video (or drop one on its node) and a picture, and press Run. The samples are in the pack's folder examples."
+START = "Press Run: the example and the painting come with the pack. Then choose your own video (or drop one on its node), and connect a Load Image to images of Style Encoder, with painting on none."
 MINI = "veo-mini comes with the pack and works offline, without a GPU too. It reads pictures, not words."
 RESUME = "An interrupted run goes on where it stopped: press Run again."
 BACK = "The saved MP4 holds this workflow: drop it on the canvas to get it back."
@@ -81,10 +82,10 @@ WORDS = "Words: lines may begin with @scene 2, @48 (a frame) or @2.5s; (words:1.
 # Columns from the left, each a list of groups from above.
 LAYOUTS = {
     "stylize_video": [
-        [video("1")], [style("2", "3"), note(START, MINI, RESUME)], [model("4"), stylise("5")], [result("6", "7"), note(BACK)],
+        [video("1")], [style("3"), note(START, MINI, RESUME)], [model("4"), stylise("5")], [result("6", "7"), note(BACK)],
     ],
     "before_and_after": [
-        [video("1")], [style("2", "3"), note(START, RESUME)], [model("4"), stylise("5")],
+        [video("1")], [style("3"), note(START, RESUME)], [model("4"), stylise("5")],
         [result("6", title="Decode"), note("split sweeps a line over the picture, the source left of it; side_by_side and "
          "stacked "
          "show both whole.")],
@@ -95,30 +96,30 @@ LAYOUTS = {
         [Group("Scenes", BLUE, ("2",)), note("The sample has four scenes; the third returns to the first. Style Blend "
          "takes the share of "
          "the second style in each scene in order; later scenes take the last number.", RESUME)],
-        [style("3", "4", title="First style")], [style("5", "6", title="Second style")],
+        [style("4", title="First style")], [style("6", title="Second style")],
         [style("7", title="Blend"), model("8"), stylise("9")], [result("10", "11")],
     ],
     "own_checkpoint_sd15": [
-        [video("1")], [style("2", "3"), note(WORDS, RESUME)],
+        [video("1")], [style("3"), note(WORDS, RESUME)],
         [model("4"), stylise("5")],
         [result("6", "7"), note("Choose your SD 1.5 checkpoint (safetensors) in Load Model. preset says how the picture "
          "enters: faithful "
          "keeps every edge, strong repaints; denoise how much is redrawn.")],
     ],
     "own_checkpoint_sdxl": [
-        [video("1")], [style("2", "3"), note(WORDS, RESUME)],
+        [video("1")], [style("3"), note(WORDS, RESUME)],
         [model("4"), stylise("5")],
         [result("6", "7"), note("Choose your SDXL checkpoint in Load Model; the refiner is not one. A Memory Pool between "
          "model and "
          "denoiser shows what it will take.")],
     ],
     "comfyui_model_sd": [
-        [video("1")], [style("2", "3"), note(WORDS, RESUME)],
+        [video("1")], [style("3"), note(WORDS, RESUME)],
         [model("4", "5"), note("A MODEL of ComfyUI's own loaders. LoRA loaders and other packs' patches go between the two.")],
         [stylise("6")], [result("7", "8")],
     ],
     "comfyui_model_wan": [
-        [video("1"), note("Wan was trained at 16 frames a second, on 4n + 1 frames.")], [style("2", "3")],
+        [video("1"), note("Wan was trained at 16 frames a second, on 4n + 1 frames.")], [style("3")],
         [model("4", "5", "6", "7"), note("Wan 2.1 or 2.2, text to video. Its own attention over time stays; windows meet "
          "in their "
          "overlap.")],
@@ -143,19 +144,19 @@ LAYOUTS = {
         [stylise("4"), note("Lower denoise keeps more of the source.", RESUME)], [result("5", "6")],
     ],
     "low_memory": [
-        [video("1")], [style("2", "3"), note("Memory Pool shows the plan before the run. lean encodes and decodes one "
+        [video("1")], [style("3"), note("Memory Pool shows the plan before the run. lean encodes and decodes one "
          "frame at a time; the result is the same. Too small a budget is refused with the smallest that works.")],
         [model("4"), memory("5")], [stylise("6"), note(RESUME)], [result("7", "9")], [memory("8", title="Planned and measured")],
     ],
     "long_film": [
-        [video("1")], [style("2", "3"), note("Put the full path of your film into path: it is neither copied nor loaded. Memory "
+        [video("1")], [style("3"), note("Put the full path of your film into path: it is neither copied nor loaded. Memory "
          "does not grow with length; latents rest on disk.")],
         [model("4"), memory("5")], [stylise("6"), note("After a crash, or an interruption, press Run again: it goes on at the "
          "window where it stopped.")],
         [result("7", "8"), note("Encoded once, as H.265, in pieces that a crash does not cost; Save Video copies it.")],
     ],
     "ip_adapter": [
-        [video("1")], [style("2", "3"), note(RESUME)],
+        [video("1")], [style("3"), note(RESUME)],
         [model("4", "5"), note("Give the path of your IP-Adapter (safetensors) and the image encoder it was made with. blocks = "
          "style leaves layout to the source.")],
         [stylise("6")], [result("7", "8")],
@@ -239,7 +240,7 @@ def thumbnail(editor: Editor, url: str, name: str) -> None:
     shown = [_frame(_fetched(editor, url, f)) for f in files]
     if not any(n["class_type"] == "VeoStyleCompare" for n in api.values()):
         source = next(n["inputs"]["file"] for n in api.values() if "file" in n["inputs"])
-        before = _frame((ROOT / "examples" / source).read_bytes()).resize(shown[0].size)
+        before = _frame((ROOT / "examples" / f"{source.removeprefix('example: ').removesuffix('.mp4')}.mp4").read_bytes()).resize(shown[0].size)
         shown[0].paste(before.crop((0, 0, before.width // 2, before.height)))
     shown[0].resize((480, round(480 * shown[0].height / shown[0].width))).save(HERE / f"{name}.jpg", quality=85)
 
@@ -312,7 +313,7 @@ def pictures_of_nodes(editor: Editor) -> None:
               const node = LiteGraph.createNode(type);
               app.graph.add(node);
               const file = node.widgets?.find((w) => w.name === "file");
-              if (file) { file.value = "city.mp4"; file.callback?.("city.mp4"); }
+              if (file) { file.value = "example: city"; file.callback?.("example: city"); }
               node.pos = [60, 110];
               node.size = [340, node.computeSize()[1]];
               app.canvas.ds.scale = 1; app.canvas.ds.offset = [100, 40];
