@@ -1,9 +1,10 @@
-"""Coherence of veo-mini against Magenta frame by frame, on clips with exact flow and on the sample clips.
+"""Coherence of Magenta and veo-mini, each frame by frame and with the engine's fusion, exact flow and sample clips.
 
     python benchmarks/coherence.py --magenta FOLDER --out FOLDER [--frames 24] [--weights FILE]
 
 FOLDER of --magenta holds Magenta's two ONNX files. Prints a table and writes coherence.json and contact sheets.
-Run it with the pack installed, from any folder.
+What fuses is the bundled flow network; what judges is exact flow, and on the sample clips iterative Lucas-Kanade of
+scikit-image (Le Besnerais and Champagnat 2005), which must be installed. Run it with the pack installed, from any folder.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from comfyui_veostyle.veo_core.backbones.mini.backbone import BUNDLED, load
 from comfyui_veostyle.veo_core.engine import Stylizer
-from comfyui_veostyle.veo_core.metrics.report import full_flow
 from comfyui_veostyle.veo_core.metrics.structure import gradient_correlation, ssim
 from comfyui_veostyle.veo_core.metrics.temporal import TemporalMetrics, occlusion_mask
-from comfyui_veostyle.veo_core.motion.flow import load_flow
+from comfyui_veostyle.veo_core.motion.flow import FlowNet, load_flow
+from comfyui_veostyle.veo_core.motion.fusion import TemporalFusion, estimate_motion
 from comfyui_veostyle.veo_core.options import StylizeOptions
 from comfyui_veostyle.veo_core.style.encoder import load_style
 from comfyui_veostyle.veo_core.train.data import SIDE, exposure_and_noise, synthetic_clips
@@ -34,6 +35,7 @@ from PIL import Image
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 STYLES = ("great_wave", "van_gogh")
+WHO = ("magenta", "magenta fused", "veo-mini", "veo-mini fused")
 SHOWN = (0, 20, 21, 22, -1)
 
 
@@ -71,10 +73,31 @@ def by_magenta(clip: Clip, style: Path, folder: Path) -> list[torch.Tensor]:
 
 
 def by_veo(engine: Stylizer, clip: Clip, style: Path, folder: Path) -> list[torch.Tensor]:
+    """Without fusion."""
     latents = engine.denoise(clip, load_style([style]), StylizeOptions(), folder / "work")
-    frames = [f[None].cpu() for chunk in engine.decode(latents) for f in chunk]
+    frames = [f[None].cpu() for chunk in engine.decode(latents, fusion=TemporalFusion(0.0)) for f in chunk]
     latents.store.remove()
     return frames
+
+
+def fused(frames: list[torch.Tensor], clip: Clip, net: FlowNet) -> list[torch.Tensor]:
+    """Any frames after the engine's own fusion along the source's motion."""
+    fusion, source, out = TemporalFusion(), [f.image[None] for f in clip.frames()], []
+    for i, frame in enumerate(frames):
+        height, width = frame.shape[-2:]
+        now, before = (F.pad(source[k], (0, -width % 8, 0, -height % 8), mode="replicate") for k in (i, max(0, i - 1)))
+        padded = F.pad(frame, (0, -width % 8, 0, -height % 8), mode="replicate")
+        out.append(fusion(padded, estimate_motion(net, now, before))[..., :height, :width].clamp(0, 1))
+    return out
+
+
+def lucas_kanade(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """Flow ``[1, 2, H, W]`` from ``now`` to ``before`` in pixels, by other means than the network that fuses."""
+    from skimage.registration import optical_flow_ilk
+
+    a, b = (x[0].mean(0).cpu().numpy() for x in (now, before))
+    down, right = optical_flow_ilk(a, b, radius=7, num_warp=8, prefilter=True)
+    return torch.from_numpy(np.stack([right, down])).float()[None]
 
 
 def score(frames: list[torch.Tensor], clip: Clip, flows) -> dict[str, float]:
@@ -107,9 +130,11 @@ def main() -> None:
     rows: dict[str, dict[str, float]] = {}
 
     def run(label: str, clip: Clip, style: str, flows) -> None:
-        for who, make in (("magenta", by_magenta), ("veo-mini", by_veo)):
-            picture = EXAMPLES / f"{style}.jpg"
-            frames = make(clip, picture, a.magenta) if who == "magenta" else make(engine, clip, picture, a.out)
+        picture = EXAMPLES / f"{style}.jpg"
+        made = {"magenta": by_magenta(clip, picture, a.magenta), "veo-mini": by_veo(engine, clip, picture, a.out)}
+        made |= {f"{who} fused": fused(frames, clip, net) for who, frames in made.items()}
+        for who in WHO:
+            frames = made[who]
             rows[f"{label} {style} {who}"] = score(frames, clip, flows)
             if not label.startswith("exact"):
                 shown = [frames[i] for i in SHOWN]
@@ -122,12 +147,12 @@ def main() -> None:
             for i, (clip, flow, visible) in enumerate(exact):
                 run(f"exact{i}", clip, style, lambda k, *_, f=flow, v=visible: (f[k : k + 1], v[k : k + 1]))
         for name in () if a.exact_only else ("city", "bunny"):
-            clip = open_clip(EXAMPLES / f"{name}.mp4")
+            clip = open_clip(EXAMPLES / f"{name}.mp4", max_frames=a.frames)
             cache: dict[int, tuple] = {}
 
             def estimated(k, now, before, cache=cache):
                 if k not in cache:
-                    there, back = full_flow(net, now, before)
+                    there, back = lucas_kanade(now, before), lucas_kanade(before, now)
                     cache[k] = (there, occlusion_mask(there, back))
                 return cache[k]
 
@@ -135,8 +160,8 @@ def main() -> None:
                 run(name, clip, style, estimated)
     columns = ("e_warp", "e_over_variance", "e_over_detail", "detail_share", "still_change", "flicker", "ssim", "edges")
     print(f"{'':32}" + "".join(f"{c[:15]:>17}" for c in columns))
-    for who in ("magenta", "veo-mini"):
-        picked = [v for k, v in rows.items() if k.startswith("exact") and k.endswith(who)]
+    for who in WHO:
+        picked = [v for k, v in rows.items() if k.startswith("exact") and k.endswith(f" {who}")]
         rows[f"exact, mean of {len(picked)} {who}"] = {c: float(np.nanmean([v[c] for v in picked])) for c in columns}
     for label, values in rows.items():
         print(f"{label:32}" + "".join(f"{values[c]:17.5f}" for c in columns))

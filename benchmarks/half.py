@@ -41,7 +41,11 @@ def main() -> None:
             whole, half = (frames_of(d, name, style, a.frames) for d in (torch.float32, torch.float16))
             apart = (whole - half).abs() * 255
             sample = apart.flatten()[:: max(1, apart.numel() // 10_000_000)]
-            print(name, style, f"most {apart.max():.3f}, 99.9 % {sample.quantile(0.999):.3f}, mean {apart.mean():.4f} of 255")
+            print(
+                name,
+                style,
+                f"most {apart.max():.3f}, 99.9 % {sample.quantile(0.999):.3f}, mean {apart.mean():.4f} of 255",
+            )
 
 
 if __name__ == "__main__":

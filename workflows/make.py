@@ -73,7 +73,10 @@ def memory(*nodes: str, title: str = "Memory") -> Group:
     return Group(title, GREY, nodes)
 
 
-START = "Press Run: the example and the painting come with the pack. Then choose your own video (or drop one on its node), and connect a Load Image to images of Style Encoder, with painting on none."
+START = (
+    "Press Run: the example and the painting come with the pack. Then choose your own video (or drop one on its node), and "
+    "connect a Load Image to images of Style Encoder, with painting on none."
+)
 MINI = "veo-mini comes with the pack and works offline, without a GPU too. It reads pictures, not words."
 RESUME = "An interrupted run goes on where it stopped: press Run again."
 BACK = "The saved MP4 holds this workflow: drop it on the canvas to get it back."
@@ -240,7 +243,9 @@ def thumbnail(editor: Editor, url: str, name: str) -> None:
     shown = [_frame(_fetched(editor, url, f)) for f in files]
     if not any(n["class_type"] == "VeoStyleCompare" for n in api.values()):
         source = next(n["inputs"]["file"] for n in api.values() if "file" in n["inputs"])
-        before = _frame((ROOT / "examples" / f"{source.removeprefix('example: ').removesuffix('.mp4')}.mp4").read_bytes()).resize(shown[0].size)
+        before = _frame(
+            (ROOT / "examples" / f"{source.removeprefix('example: ').removesuffix('.mp4')}.mp4").read_bytes()
+        ).resize(shown[0].size)
         shown[0].paste(before.crop((0, 0, before.width // 2, before.height)))
     shown[0].resize((480, round(480 * shown[0].height / shown[0].width))).save(HERE / f"{name}.jpg", quality=85)
 

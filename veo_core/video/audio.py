@@ -167,7 +167,8 @@ def _placed(
     for frame in _decoded(container, stream, origin):
         # A layout or rate that changes within the stream, as broadcasts do between programmes.
         if form != (form := (frame.format.name, frame.layout.name, frame.rate)):
-            resampler = av.AudioResampler(format="fltp", layout=layout, rate=rate)
+            # Packed: PyAV looks beyond the planes of a frame that has eight.
+            resampler = av.AudioResampler(format="flt", layout=layout, rate=rate)
         stamp = None if frame.pts is None else round((frame.pts * frame.time_base - origin) * rate) + shift
         if stamp is None:
             stamp = expected or 0
@@ -177,7 +178,7 @@ def _placed(
             stamp = expected
         # Layouts that FFmpeg only counts: those that swresample can mix.
         for out in resampler.resample(_labelled(frame)):
-            samples = out.to_ndarray()
+            samples = out.to_ndarray().reshape(out.samples, -1).T
             yield stamp, samples
             stamp += samples.shape[1]
         expected = stamp

@@ -21,7 +21,7 @@ _BARE = frozenset({"h264", "hevc", "vvc", "evc", "m4v", "mpegvideo", "vc1", "cav
 LOOKED_AT = 256
 _MOST_HEADERS = 256 << 20
 _LAYOUTS = (
-    "2.1", "3.0", "3.0(back)", "4.0", "quad", "quad(side)", "3.1", "5.0", "5.0(side)", "4.1", "5.1", "5.1(side)",
+    "mono", "stereo", "2.1", "3.0", "3.0(back)", "4.0", "quad", "quad(side)", "3.1", "5.0", "5.0(side)", "4.1", "5.1", "5.1(side)",
     "6.0", "6.1", "7.0", "7.1", "7.1(wide)", "octagonal",
 )  # fmt: skip
 

@@ -467,7 +467,8 @@ def _encoded_packets(audio: AudioPieces, stream: av.audio.stream.AudioStream) ->
     position = 0
     for piece in audio.pieces:
         # Encoders of floats write what is louder than full scale, and some players wrap it.
-        frame = av.AudioFrame.from_ndarray(piece.clip(-1, 1), format="fltp", layout=audio.layout)
+        packed = np.ascontiguousarray(piece.clip(-1, 1).T).reshape(1, -1)
+        frame = av.AudioFrame.from_ndarray(packed, format="flt", layout=audio.layout)
         frame.rate, frame.pts, frame.time_base = audio.rate, position, Fraction(1, audio.rate)
         position += piece.shape[1]
         for out in resampler.resample(frame):

@@ -96,7 +96,7 @@ def _probe(path: Path, container: InputContainer, stream: int | None) -> VideoIn
         bool(frame.interlaced_frame),
         len(videos),
         stream,
-        _stamp(container, video, frame) or Fraction(0),
+        _origin(container, video, frame),
         (),
         tuple(notices),
     )
@@ -164,6 +164,13 @@ def _stamp(container: InputContainer, video: VideoStream, frame: av.VideoFrame) 
     """When a frame is shown, seconds. AVI has no presentation times; what is guessed of them jumps to and fro."""
     stamp = frame.dts if container.format.name == "avi" else frame.pts
     return None if stamp is None else stamp * (frame.time_base or video.time_base)
+
+
+def _origin(container: InputContainer, video: VideoStream, frame: av.VideoFrame) -> Fraction:
+    """Time stamp of the first picture. That of a decoded frame is, in AVI, of a packet some frames later."""
+    if container.format.name == "avi":
+        return (video.start_time or 0) * video.time_base
+    return _stamp(container, video, frame) or Fraction(0)
 
 
 def _decoder(video: VideoStream) -> Callable[[av.Packet], list[av.VideoFrame]]:
