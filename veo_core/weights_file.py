@@ -102,14 +102,13 @@ def file_state(path: Path) -> str:
     return repr([(str(f), s.st_size, s.st_mtime_ns) for f in files if f.is_file() for s in [f.stat()]])
 
 
-# What adds to a model, by how the names of its tensors end; the sorts that are not read before the common ones.
+# What adds to a model in ways that are not read, by parts of its tensors' names.
 _ADAPTERS = {
     "a full difference of weights (diff), which is not low-rank": (".diff", ".diff_b"),
-    "an OFT adapter (orthogonal fine-tuning)": (".oft_blocks", ".oft_diag", ".oft_R", ".boft_"),
+    "an OFT adapter (orthogonal fine-tuning)": (".oft_blocks", ".oft_diag", ".oft_R", ".boft_R"),
     "a GLoRA adapter": (".a1.weight", ".b1.weight"),
     "an IA3 adapter": (".ia3_l", ".on_input"),
     "a set of norms beside a LoRA": (".w_norm",),
-    "a LoRA": ("lora_", ".lora", "hada_w", "lokr_w", "dora_scale"),
 }
 
 
@@ -128,8 +127,10 @@ def describe(header: Header) -> str:
     if not names:
         return "it holds no tensors"
     for kind, parts in _ADAPTERS.items():
-        if some(*parts):
+        if any(f"{part}." in f"{name}." for name in names for part in parts):
             return f"it is {kind}"
+    if some("lora_", ".lora", "hada_w", "lokr_w", "dora_scale"):
+        return "it is a LoRA"
     if begins("ip_adapter.", "image_proj."):
         return "it is an IP-Adapter"
     if begins("control_model.", "controlnet_", "input_hint_block."):
