@@ -84,7 +84,9 @@ def make_video(
         if sound:
             seconds = audio_seconds if audio_seconds is not None else float(count / rate)
             channels = sound.codec_context.channels
-            samples = (0.2 * np.sin(np.arange(int(seconds * 48000)) * 0.05)).astype(np.float32)
+            # A rising tone: it is like itself at one place only.
+            n = np.arange(int(seconds * 48000))
+            samples = (0.2 * np.sin(0.05 * n + 1e-6 * n**2)).astype(np.float32)
             for begin in range(0, len(samples), 1024):
                 piece = np.ascontiguousarray(np.tile(samples[begin : begin + 1024], (channels, 1)))
                 frame = av.AudioFrame.from_ndarray(piece, format="fltp", layout=audio)

@@ -3,8 +3,10 @@
 import sys
 
 import pytest
+import torch
 from comfyui_veostyle.veo_core import cli
 from comfyui_veostyle.veo_core.video.reader import open_clip
+from comfyui_veostyle.veo_core.video.writer import VideoWriter
 from PIL import Image
 
 from .conftest import EXAMPLES, make_pictures, make_video
@@ -56,16 +58,24 @@ def test_plan_and_doctor(monkeypatch, capsys, video):
     assert "veo-mini" in out
 
 
-def test_metrics_tell_a_blur_from_steadiness(monkeypatch, capsys, video):
-    code, out, _ = run(monkeypatch, capsys, "metrics", "--result", video, "--source", video)
+def measured(monkeypatch, capsys, result, source):
+    code, out, _ = run(monkeypatch, capsys, "metrics", "--result", result, "--source", source)
     assert code == 0
-    values = {
-        line.split("│")[1].strip(): float(line.split("│")[2])
-        for line in out.splitlines()
-        if (line.count("│") > 3 and "0." in line) or "1.0" in line
-    }
-    assert values["ssim"] == pytest.approx(1)
-    assert values["difference"] == 0
+    rows = [line.split("│") for line in out.splitlines() if line.count("│") > 3]
+    return {row[1].strip(): float(row[2]) for row in rows if any(c.isdigit() for c in row[2])}
+
+
+def test_metrics_tell_a_blur_from_steadiness(monkeypatch, capsys, video):
+    clip, soft = open_clip(video), video.with_name("soft.mp4")
+    with VideoWriter(soft, clip.size, clip.nominal_rate) as writer:
+        for frame in clip.frames():
+            blurred = torch.nn.functional.avg_pool2d(frame.image[None], 9, 1, 4, count_include_pad=False)
+            writer.write(blurred, [frame.time])
+    same, blur = (measured(monkeypatch, capsys, path, video) for path in (video, soft))
+    assert same["ssim"] == pytest.approx(1)
+    assert same["difference"] == 0
+    assert blur["detail_share"] < 0.8 * same["detail_share"]
+    assert blur["ssim"] < 0.99
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,9 @@ def test_agrees_with_diffusers(architecture, kind, tower_file, tmp_path):
     base = made.unet(**inputs(made.unet)).sample
     adapter = load_ip_adapter(path, tower_file, made.unet, architecture)
     tokens, nothing = adapter.tokens([picture(), picture(1)], [0.5, 0.5])
-    assert tokens.shape == nothing.shape
+    singly = [adapter.tokens([picture(i)], [1.0])[0] for i in (0, 1)]
+    assert torch.allclose(tokens, (singly[0] + singly[1]) / 2, atol=1e-5)
+    assert (nothing - tokens).abs().max() > 1e-3
     state = {"image_proj": {}, "ip_adapter": {}}
     for k, v in load_file(path).items():
         part, name = k.split(".", 1)

@@ -1,5 +1,6 @@
 """Each kernel against PyTorch in double precision: on the CPU under Triton's interpreter, and on a GPU as compiled."""
 
+import itertools
 import math
 
 import pytest
@@ -247,9 +248,15 @@ def test_sizes_on_the_host_are_tritons(x, y):
 
 
 def test_on_the_cpu_attention_is_the_reference():
-    inputs = make(1, 3, 2, 10, 16, 3, 4, torch.float32)
-    assert torch.equal(attention.cross_frame_attention(*inputs), attention.reference(*inputs))
-    assert attention.state()[0] in ("triton", "pytorch")
+    q, k, v, table, style_k, style_v = inputs = make(1, 3, 2, 10, 16, 3, 4, torch.float32)
+    out = attention.cross_frame_attention(*inputs)
+    for b, t, h in itertools.product(*map(range, q.shape[:3])):
+        keys = torch.cat([*(k[b, s, h] for s in table[t]), style_k[b, h]]).double()
+        values = torch.cat([*(v[b, s, h] for s in table[t]), style_v[b, h]]).double()
+        logits = q[b, t, h].double() @ keys.T / q.shape[-1] ** 0.5
+        assert (logits.softmax(-1) @ values - out[b, t, h]).abs().max() < 1e-5
+    if not torch.cuda.is_available():
+        assert attention.state()[0] == "pytorch"
 
 
 def test_a_weight_is_a_convex_mix_of_the_groups():
@@ -381,6 +388,9 @@ def test_four_bits_keep_values_within_half_a_step(shape, outliers, seed):
     got_k, got_v = kv_int4.unpack(packed)
     k_step = packed.k_step.repeat_interleave(kv_int4.GROUP, -2)[..., : shape[1], :].float()
     assert ((got_k.float() - k.float()).abs() <= 0.51 * k_step + 2e-3 * k.float().abs() + 1e-3).all()
+    # The step itself is no larger than the widest span of a group of keys takes.
+    span = k.float().amax((-2, -1)) - k.float().amin((-2, -1))
+    assert (packed.k_step.float().flatten(1).amax(1) <= 1.02 * span.flatten() / 15 + 1e-3).all()
     assert (got_v.float() - v.float()).abs().max() <= 0.6 * packed.v_step.float().max() + 1e-2
     if not torch.cuda.is_available():
         for x, y in zip(kv_int4.launch_unpack(packed), (got_k, got_v)):
@@ -482,8 +492,12 @@ def test_settings_that_none_run_are_an_error_and_a_capture_tries_none(chip, monk
 
 
 def test_reports_say_why_a_kernel_is_off():
-    for report in kernel_report.reports():
+    reports = list(kernel_report.reports())
+    assert len({r.name for r in reports}) == len(reports) > 3
+    for report in reports:
         assert report.reason
+        if not torch.cuda.is_available():
+            assert "CUDA" in report.reason
         assert report.state != "failed"
         assert (report.ours is None) == (kernel_report.state()[0] != "triton")
 

@@ -61,7 +61,7 @@ def test_every_codec_reads_back(tmp_path, codec, size):
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "no audio", "cut at 1"])
+@pytest.mark.parametrize("kind", [*KINDS, "no audio"])
 def test_count_duration_and_audio_survive(tmp_path, kind):
     settings = dict(KINDS.get(kind, {}))
     if kind in ("constant", "variable", "ntsc"):
@@ -93,7 +93,7 @@ def test_audio_is_cut_to_the_same_span(tmp_path):
     middle = part.samples[0, 12000:24000]
     lags = range(-1200, 1200)
     scores = [float(np.dot(middle, full.samples[0, 60000 + lag : 72000 + lag])) for lag in lags]
-    assert abs(list(lags)[int(np.argmax(scores))]) % 126 <= 64 or max(scores) > 0
+    assert abs(list(lags)[int(np.argmax(scores))]) <= 64
 
 
 def test_waveform_is_encoded(tmp_path):
@@ -103,6 +103,9 @@ def test_waveform_is_encoded(tmp_path):
     read = read_waveform(AudioTrack(tmp_path / "v.webm", Fraction(0), Fraction(5)))
     assert read.samples.shape[0] == 2
     assert read.samples.shape[1] / read.rate == pytest.approx(1.0, abs=0.05)
+    heard, n = read.samples[0, 12000:36000], np.arange(24000) * (44100 / 48000)
+    wave = [np.dot(heard, f(n / 20)) for f in (np.sin, np.cos)]
+    assert np.hypot(*wave) / (np.linalg.norm(heard) * 12000**0.5) > 0.95
 
 
 @pytest.mark.parametrize("matrix", [1, 6])

@@ -270,7 +270,10 @@ def _timed(
             partial(_convert, frame, tags, video.sample_aspect_ratio),
             partial(thumbnail, frame),
         )
-    if video.duration and clock.previous + interval * Fraction(3, 2) < video.duration * video.time_base:
+    length = video.duration * video.time_base if video.duration else None
+    if length is None and container.duration and len(container.streams) == 1:
+        length = Fraction(container.duration, av.time_base)
+    if length and clock.previous + interval * Fraction(3, 2) < length:
         report.truncated = True
 
 
