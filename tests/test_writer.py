@@ -265,3 +265,18 @@ def test_folder_of_pictures_takes_any_name_but_no_one_s_files(tmp_path):
     (tmp_path / "clip.v2" / "notes.txt").write_text("mine")
     with pytest.raises(OutputError, match=r"notes\.txt"):
         check_writable(tmp_path / "clip.v2", OutputFormat("png"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("codec", ["h264", "ffv1", "prores4444", "gif"])
+@pytest.mark.parametrize("deep", [False, True])
+def test_frames_on_a_gpu_are_written_as_from_the_processor(tmp_path, codec, deep):
+    if deep and codec == "gif":
+        pytest.skip("gif has no 10-bit form")
+    frames, made = torch.rand(3, 3, 65, 97), []
+    for device in ("cpu", "cuda"):
+        path = tmp_path / f"{device}{OutputFormat(codec).suffix}"
+        with VideoWriter(path, (97, 65), Fraction(24), output=OutputFormat(codec, deep=deep)) as writer:
+            writer.write(frames.to(device), [Fraction(i, 24) for i in range(3)])
+        made.append(torch.stack([f.image for f in open_clip(path).frames()]))
+    assert (made[0] - made[1]).abs().mean() < 1e-3

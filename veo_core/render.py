@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from fractions import Fraction
 from itertools import dropwhile, islice
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from .engine import Monitor, Progress, StylizedLatents, Stylizer, ignore
 from .motion.fusion import TemporalFusion
+from .store import RunStore
 from .video.audio import AudioTrack, Waveform, cut_to
 from .video.codecs import OutputFormat
 from .video.reader import Clip, Frame
@@ -126,7 +128,9 @@ def _segments(
     name = f"segment-{output.codec}-{output.crf}-{output.bitrate}-{int(output.deep)}-{amount:g}".replace(".", "_")
     begins = range(0, len(times), SEGMENT)
     parts = [(store.folder / f"{name}-{begin:08d}{output.suffix}", times[begin]) for begin in begins]
-    with closing(_Transparency(latents.clip)) as alpha:
+    # A part is finished, its encoder's last frames and its file's index, while the next is decoded.
+    with closing(_Transparency(latents.clip)) as alpha, ThreadPoolExecutor(1, "veostyle-finish") as finisher:
+        finished: Future | None = None
         for (part, _), begin in zip(parts, begins, strict=True):
             end = min(begin + SEGMENT, len(times))
             if part.is_file():
@@ -134,8 +138,19 @@ def _segments(
                 continue
             saved = store.load_state(f"{name}-fused-{begin:08d}") if begin else None
             fusion = TemporalFusion(amount, None if saved is None else saved[0]["frame"].to(engine.backbone.device))
-            with VideoWriter(part, **settings) as writer:
+            with ExitStack() as opened:
+                writer = opened.enter_context(VideoWriter(part, **settings))
                 _write(engine, latents, writer, begin, end, fusion, alpha, monitor)
                 store.save_state(f"{name}-fused-{end:08d}", {"frame": fusion.last})
-            store.drop_state(f"{name}-fused-{begin:08d}")
+                if finished is not None:
+                    finished.result()
+                finished = finisher.submit(_finish, opened.pop_all(), store, f"{name}-fused-{begin:08d}")
+        if finished is not None:
+            finished.result()
     return parts
+
+
+def _finish(opened: ExitStack, store: RunStore, state: str) -> None:
+    """Closes a part, which is whole then, and forgets what it was begun with."""
+    opened.close()
+    store.drop_state(state)

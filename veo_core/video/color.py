@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import av
 import numpy as np
 from av.video.reformatter import Interpolation, VideoReformatter
+from torch import Tensor
 
 SWS_FLAGS = int(Interpolation.BICUBIC) | 0x40000 | 0x2000  # SWS_ACCURATE_RND, SWS_FULL_CHR_H_INT
 
@@ -156,21 +157,31 @@ def from_rgb(rgb: np.ndarray, pixel_format: str, tags: ColorTags, alpha: np.ndar
             pixels, name = np.rint(planes * 255).astype(np.uint8), "rgba" if with_alpha else "rgb24"
         frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(np.moveaxis(pixels, 0, -1)), format=name)
         return frame if name == pixel_format else reformat(frame, format=pixel_format, interpolation=SWS_FLAGS)
+    codes = yuv_codes(planes[:3], depth, tags)
+    if with_alpha:
+        codes.append(planes[3] * ((1 << depth) - 1))
+    # Rounded at the encoder's depth here: the shift that follows is then exact.
+    return from_codes(np.clip(np.rint(np.stack(codes)), 0, (1 << depth) - 1).astype(np.uint16), pixel_format, tags)
+
+
+def yuv_codes(rgb: np.ndarray | Tensor, depth: int, tags: ColorTags) -> list:
+    """Y, Cb and Cr of ``rgb``, whose first axis is the colour, as unrounded codes of so many bits (ITU-T H.273, 8.3)."""
     kr, kb = _LUMA[tags.matrix]
-    r, g, b = planes[:3]
+    r, g, b = rgb
     y = kr * r + (1 - kr - kb) * g + kb * b
     u, v = (b - y) / (2 * (1 - kb)), (r - y) / (2 * (1 - kr))
     unit = float(1 << (depth - 8))
     if tags.full:
         top = (1 << depth) - 1
-        codes = [y * top, u * top + 128 * unit, v * top + 128 * unit]
-    else:
-        codes = [(219 * y + 16) * unit, (224 * u + 128) * unit, (224 * v + 128) * unit]
-    if with_alpha:
-        codes.append(planes[3] * ((1 << depth) - 1))
-    # Rounded at the encoder's depth here: the shift that follows is then exact.
-    pixels = (np.clip(np.rint(np.stack(codes)), 0, (1 << depth) - 1)).astype(np.uint16) << (16 - depth)
-    name = "yuva444p16le" if with_alpha else "yuv444p16le"
+        return [y * top, u * top + 128 * unit, v * top + 128 * unit]
+    return [(219 * y + 16) * unit, (224 * u + 128) * unit, (224 * v + 128) * unit]
+
+
+def from_codes(codes: np.ndarray, pixel_format: str, tags: ColorTags) -> av.VideoFrame:
+    """Codes ``[3 or 4, H, W]`` of a YUV format's depth, one a pixel, to a frame of that format."""
+    depth = max(c.bits for c in av.VideoFormat(pixel_format).components)
+    pixels = codes.astype(np.uint16) << (16 - depth)
+    name = "yuva444p16le" if len(codes) == 4 else "yuv444p16le"
     frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(np.moveaxis(pixels, 0, -1)), format=name, channel_last=True)
     range_code = 2 if tags.full else 1
     frame = reformat(

@@ -26,7 +26,7 @@ from ..errors import InputError, OutputError
 from .ahead import DEPTH, WORKERS
 from .audio import AudioPieces, AudioTrack, Waveform, copied_packets, copies, cut_to, open_audio
 from .codecs import OutputFormat, sound_settings
-from .color import BT601, BT709, YCGCO, ColorTags, from_rgb
+from .color import BT601, BT709, YCGCO, ColorTags, from_codes, from_rgb, has_alpha, yuv_codes
 from .container import open_input
 
 # What tells a picture that a writer made from others: a text chunk after the header of a PNG.
@@ -248,7 +248,8 @@ class VideoWriter(_Output):
             times: seconds since the first frame, ascending, one each.
             alpha: ``[n, 1, H, W]`` in 0..1, for formats that carry it.
         """
-        pixels = frames.detach().float().cpu().numpy()
+        on_device = self._codes(frames)
+        pixels = (frames.detach().float() if on_device is None else on_device).cpu().numpy()
         masks = [None] * len(pixels) if alpha is None else alpha.detach().float().cpu().numpy()
         for image, mask, time in zip(pixels, masks, times, strict=True):
             pts = round(time / self.time_base)
@@ -261,6 +262,16 @@ class VideoWriter(_Output):
             made = self._converting.submit(self._converted, image, mask)
             self._jobs.append(self._encoding.submit(self._encode, made, self.count, pts))
             self._await(DEPTH)
+
+    def _codes(self, frames: Tensor) -> Tensor | None:
+        """Frames on a GPU as codes ``[n, 3, H, W]`` of the encoder's depth, which are smaller to fetch; None where the
+        processor makes them."""
+        form = av.VideoFormat(self.pixel_format)
+        if frames.device.type == "cpu" or form.is_rgb or self._palette or self.alpha or has_alpha(self.pixel_format):
+            return None
+        depth = max(c.bits for c in form.components)
+        codes = torch.stack(yuv_codes(frames.detach().float().clamp(0, 1).movedim(1, 0), depth, self.tags), 1)
+        return codes.round().clamp(0, (1 << depth) - 1).to(torch.uint8 if depth == 8 else torch.int16)
 
     def _await(self, left: int) -> None:
         """Waits until so many pictures are left to encode, or one of them could not be."""
@@ -278,6 +289,8 @@ class VideoWriter(_Output):
         if any(p for _, p in pad):
             image = np.pad(image, pad, mode="edge")
             mask = None if mask is None else np.pad(mask, pad, mode="edge")
+        if image.dtype != np.float32:
+            return from_codes(image, self.pixel_format, self.tags)
         return from_rgb(image, "rgb24" if self._palette else self.pixel_format, self.tags, mask)
 
     def _encode(self, made: Future, number: int, pts: int) -> None:
