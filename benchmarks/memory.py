@@ -46,7 +46,7 @@ def one_run(video: Path, device: str, out: Path) -> dict[str, float]:
     from comfyui_veostyle.veo_core.video.reader import open_clip
 
     torch.manual_seed(0)
-    backbone = MiniBackbone(MiniNetwork().to(device), "random")
+    backbone = MiniBackbone(MiniNetwork().to(device), "random", torch.float16 if device == "cuda" else torch.float32)
     engine = Stylizer(backbone, FlowNet().to(device).eval())
     clip, style = open_clip(video), style_from_tensors([torch.rand(3, 256, 256)])
     plan = engine.plan(clip, StylizeOptions())

@@ -131,7 +131,8 @@ def make_plan(
         reserve = int(free * RESERVE)
         budget = free - reserve
     enough = FILLS["cpu" if device.type == "cpu" else "cuda"] / (size[0] * size[1])
-    chunks = [1] if policy == "lean" else [c for c in CHUNKS if c < 2 * enough or c == 1]
+    most = 4 if device.type == "cpu" else CHUNKS[0]
+    chunks = [1] if policy == "lean" else [c for c in CHUNKS if c == 1 or c <= min(most, 2 * enough)]
     encodes, decodes = list(dict.fromkeys(min(c, options.window) for c in chunks)), chunks
     if backbone.time_factor > 1:
         encodes, decodes = [options.window], [GROUP * backbone.time_factor]
