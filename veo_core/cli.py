@@ -30,7 +30,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Turns a video into the style of a picture: no flicker, any length, within the memory you have.",
+    help="Turns a video into the style of a picture, steadily from frame to frame, whatever its length.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 err = Console(stderr=True)
