@@ -103,9 +103,6 @@ def read_adapters(path: Path) -> AdapterFile:
         kind = "it is a LoRA, but of no layer are all parts there" if kind == "it is a LoRA" else kind
         raise ModelError(f"{path} cannot be used as a LoRA: {kind}. Give {EXPECTED}")
     for layer, adapter in adapters.items():
-        if not adapter.fits:
-            sizes = ", ".join(f"{name} {tuple(v.shape)}" for name, v in adapter.factors.items())
-            raise ModelError(f"{path}: the factors of {layer} do not fit together ({sizes}); export the LoRA again")
         if not all(v.isfinite().all() for v in adapter.factors.values()):
             raise ModelError(f"{path} holds values that are not finite ({layer}); download it again")
     return AdapterFile(folder or path, digest(path), adapters, tuple(unread))

@@ -100,6 +100,9 @@ def load_lora(
             unmatched.append(name)
             continue
         part, layer = names[name.replace(".", "_")]
+        if not adapter.fits:
+            sizes = ", ".join(f"{factor} {tuple(v.shape)}" for factor, v in adapter.factors.items())
+            raise ModelError(f"{path}: the factors of {name} do not fit together ({sizes}); export the LoRA again")
         weight = parts[part].get_submodule(layer).weight
         expected = (weight.shape[0], weight[0].numel())
         if adapter.shape != expected:
