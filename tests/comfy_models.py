@@ -24,7 +24,7 @@ import comfy.options  # noqa: E402
 comfy.options.enable_args_parsing()
 import comfy.sample  # noqa: E402
 import torch  # noqa: E402
-from comfy_tiny import ltxv, sd15, sdxl, wan  # noqa: E402
+from comfy_tiny import ltxv, sd15, sdxl, variants, wan, wan22  # noqa: E402
 
 (work / "packs").mkdir(exist_ok=True)
 (work / "packs" / "comfyui_veostyle").symlink_to(root)
@@ -62,7 +62,7 @@ def main():
     from comfyui_veostyle.nodes.comfy_backbone import ComfyBackbone
 
     report = {}
-    for name, make in (("sd15", sd15), ("sdxl", sdxl), ("wan", wan), ("ltxv", ltxv)):
+    for name, make in (("sd15", sd15), ("sdxl", sdxl), ("wan", wan), ("wan22", wan22), ("ltxv", ltxv)):
         begin = time.time()
         model, vae, clip = make()
         frames, size = (19, (96, 64)) if name != "ltxv" else (27, (96, 64))
@@ -182,7 +182,7 @@ def split(run, model, style, together, name):
         if kept[1]:
             type(model).get_free_memory = kept[1]
     change = float((apart - together).abs().max() / together.abs().max())
-    whole = 2 if name in ("wan", "ltxv") else 18
+    whole = 2 if name in ("wan", "wan22", "ltxv") else 18
     return (change < 1e-2 and max(batches) < whole) or [change, batches[:6]]
 
 
@@ -278,6 +278,12 @@ def errors():
         try:
             ComfyBackbone(*arguments, "euler", "normal", "x")
             told.append("")
+        except VeoError as e:
+            told.append(str(e))
+    for name, refused in variants().items():
+        try:
+            ComfyBackbone(refused, vae, clip, "euler", "normal", "x")
+            told.append(f"{name} is taken")
         except VeoError as e:
             told.append(str(e))
     return told

@@ -53,12 +53,44 @@ def sdxl():
     return patcher(models.SDXL, config), image_vae(), Words(2048)
 
 
+WAN = {
+    "image_model": "wan2.1", "model_type": "t2v", "dim": 48, "ffn_dim": 96, "num_heads": 2, "num_layers": 3,
+    "in_dim": 16, "out_dim": 16, "text_dim": 4096, "freq_dim": 64, "patch_size": (1, 2, 2), "window_size": (-1, -1),
+    "qk_norm": True, "cross_attn_norm": True, "eps": 1e-6,
+}  # fmt: skip
+
+
+def variants():
+    """MODELs that are Wan inside and take more than frames and words; those that this core knows."""
+    more = {
+        "WAN21_T2V": {"in_dim": 36},
+        "WAN21_I2V": {"model_type": "i2v", "in_dim": 36},
+        "WAN21_FunControl2V": {"model_type": "i2v", "in_dim": 48},
+        "WAN22_T2V": {"in_dim": 100, "out_dim": 48},
+        "WAN21_Vace": {"model_type": "vace", "vace_in_dim": 96, "vace_layers": 1},
+        "WAN21_Camera": {"model_type": "camera", "in_dim": 32},
+        "WAN22_S2V": {"model_type": "s2v", "audio_inject_layers": [0]},
+        "WAN21_SCAIL": {"model_type": "scail", "in_dim": 20},
+    }
+    return {k: patcher(getattr(models, k), WAN | v) for k, v in more.items() if hasattr(models, k)}
+
+
+def wan22():
+    import comfy.ldm.wan.vae2_2 as package
+
+    plain = package.WanVAE
+    made = randomised(plain(dim=8, dec_dim=8, z_dim=48, dim_mult=[1, 2, 4, 4], num_res_blocks=2, attn_scales=[],
+                            temperal_downsample=[False, True, True], dropout=0.0))  # fmt: skip
+    package.WanVAE = lambda **settings: plain(**{**settings, "dim": 8, "dec_dim": 8})
+    try:
+        vae = comfy.sd.VAE(sd=made.state_dict())
+    finally:
+        package.WanVAE = plain
+    return patcher(models.WAN22_T2V, WAN | {"in_dim": 48, "out_dim": 48}), vae, Words(4096)
+
+
 def wan():
-    config = {
-        "image_model": "wan2.1", "model_type": "t2v", "dim": 48, "ffn_dim": 96, "num_heads": 2, "num_layers": 3,
-        "in_dim": 16, "out_dim": 16, "text_dim": 4096, "freq_dim": 64, "patch_size": (1, 2, 2), "window_size": (-1, -1),
-        "qk_norm": True, "cross_attn_norm": True, "eps": 1e-6,
-    }  # fmt: skip
+    config = WAN
     plain = comfy.ldm.wan.vae.WanVAE
     made = randomised(
         plain(
