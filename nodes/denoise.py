@@ -22,7 +22,16 @@ class STNormDenoiser(io.ComfyNode):
         from ..veo_core.video.scenes import Detector
 
         return schema(
-            ["style transfer", "stylize video", "video to video", "vid2vid", "ksampler video", "restyle"],
+            [
+                "style transfer",
+                "video style",
+                "flicker",
+                "stylize video",
+                "video to video",
+                "vid2vid",
+                "ksampler video",
+                "restyle",
+            ],
             node_id="VeoStyleSTNormDenoiser",
             display_name="ST-Norm Denoiser (VeoStyle)",
             description="Stylises a clip so that the style holds still; an interrupted run goes on where it stopped.",
