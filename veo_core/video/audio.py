@@ -15,7 +15,7 @@ from av.audio.stream import AudioStream
 from av.container import InputContainer
 
 from ..errors import InputError
-from .container import audio_streams, channel_names, open_input
+from .container import audio_streams, channel_names, open_input, seekable
 from .reader import Clip
 
 # Containers round time stamps to a millisecond, and encoders of old to a frame: what lies nearer follows on.
@@ -204,7 +204,7 @@ def read_waveform(audio: AudioTrack | Waveform) -> Waveform:
 
 def _decoded(container: InputContainer, stream: AudioStream, begin: Fraction) -> Iterator[av.AudioFrame]:
     """Frames from a little before a time stamp on, where the container has an index; what is damaged is left out."""
-    if begin > 2 * LEAD and container.format.name.split(",")[0] in ("mov", "matroska"):
+    if begin > 2 * LEAD and seekable(container):
         try:
             container.seek(int((begin - LEAD) / stream.time_base), stream=stream, backward=True)
         except av.FFmpegError:

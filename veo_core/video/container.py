@@ -44,6 +44,11 @@ def open_input(path: Path) -> InputContainer:
     return container
 
 
+def seekable(container: InputContainer) -> bool:
+    """Whether it has an index to be sought in; others are read from their beginning."""
+    return container.format.name.split(",")[0] in ("mov", "matroska")
+
+
 def video_streams(container: InputContainer) -> list[av.video.stream.VideoStream]:
     """The streams that are films; cover pictures are not."""
     return [v for v in container.streams.video if not v.disposition & av.stream.Disposition.attached_pic]

@@ -24,6 +24,7 @@ from ..container import (
     channel_orders,
     decodes,
     open_input,
+    seekable,
     usual_video,
     video_streams,
 )
@@ -34,8 +35,7 @@ log = logging.getLogger(__name__)
 
 # FFmpeg's own decoders leave transparency out, which lies beside the packets.
 _ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
-# Containers with an index of key frames; nearer starts are reached as fast by reading on.
-_SEEKABLE = frozenset({"mov", "matroska"})
+# Seconds; nearer starts are reached as fast by reading on.
 SEEK_FROM = Fraction(2)
 
 
@@ -217,16 +217,13 @@ def decode(path: Path, stream: int, report: ReadReport, start: Fraction = Fracti
         if first is None:
             return
         begin = _stamp(container, video, first) or Fraction(0)
-        # What is read before the seek and again after it must not be counted twice.
-        landed = None
-        if start > SEEK_FROM and container.format.name.split(",")[0] in _SEEKABLE:
-            landed = _sought(container, video, begin + start)
-        if landed is not None:
-            yield from _timed(path, container, video, landed, begin, report)
+        frames = chain([first], frames)
+        if start > SEEK_FROM and seekable(container):
+            frames = _sought(container, video, begin + start)
+        if frames is not None:
+            yield from _timed(path, container, video, frames, begin, report)
             return
-        if start <= SEEK_FROM or container.format.name.split(",")[0] not in _SEEKABLE:
-            yield from _timed(path, container, video, chain([first], frames), begin, report)
-            return
+    # The seek led nowhere: from the beginning, on a container that has not moved.
     with open_input(path) as container:
         video = video_streams(container)[stream]
         yield from _timed(path, container, video, _frames_of(container, video, report), begin, report)
