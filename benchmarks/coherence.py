@@ -87,7 +87,7 @@ def fused(frames: list[torch.Tensor], clip: Clip, net: FlowNet) -> list[torch.Te
         height, width = frame.shape[-2:]
         now, before = (F.pad(source[k], (0, -width % 8, 0, -height % 8), mode="replicate") for k in (i, max(0, i - 1)))
         padded = F.pad(frame, (0, -width % 8, 0, -height % 8), mode="replicate")
-        out.append(fusion(padded, estimate_motion(net, now, before))[..., :height, :width].clamp(0, 1))
+        out.append(fusion(padded, estimate_motion(net, torch.cat([before, now])))[..., :height, :width].clamp(0, 1))
     return out
 
 

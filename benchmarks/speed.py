@@ -3,7 +3,8 @@
     python benchmarks/speed.py --out FOLDER [--device cuda] [--sizes 512x288,1920x1080] [--frames 240] [--steps 1]
                                [--package now=. --package before=FOLDER]
 
-Each run is a process of its own; of two in it the second is timed. The clip is examples/city.mp4, scaled and repeated.
+Each run is a process of its own; of two in it the second is timed. The clip is examples/city.mp4, scaled and repeated. Peaks:
+of what PyTorch allocated, and of what it took from the device, where graphs and slack count.
 Prints a table and writes speed.json. `--profile` adds where the host's time goes.
 """
 
@@ -64,6 +65,7 @@ def one_run(video: Path, device: str, steps: int, out: Path) -> dict[str, float]
     plan = engine.plan(clip, options)
     planned = time.perf_counter() - begin
     if cuda:
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     begin = time.perf_counter()
     latents = engine.denoise(clip, style, options, out / "work", plan)
@@ -82,6 +84,7 @@ def one_run(video: Path, device: str, steps: int, out: Path) -> dict[str, float]
         "denoise_s": denoised - begin - surveyed,
         "decode_s": end - denoised,
         "peak_mib": torch.cuda.max_memory_allocated() / (1 << 20) if cuda else 0,
+        "reserved_mib": torch.cuda.max_memory_reserved() / (1 << 20) if cuda else 0,
         "chunks": f"{plan.encode_chunk}/{plan.decode_chunk}",
     }
 

@@ -142,6 +142,7 @@ class ComfyBackbone:
     """
 
     managed = True
+    captured = False
     reads = DIFFUSION
 
     def __init__(self, model: Any, vae: Any, clip: Any, sampler: str, scheduler: str, identity: str):

@@ -6,14 +6,18 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from comfyui_veostyle.veo_core.backbones import load_backbone
+from comfyui_veostyle.veo_core.cuda_graphs import CudaGraphs
 from comfyui_veostyle.veo_core.engine import Progress, Stylizer, latents_of
 from comfyui_veostyle.veo_core.errors import BudgetError, InputError, OutputError
 from comfyui_veostyle.veo_core.memory.plan import MIB, MemoryPlan, StagePeaks, make_plan
 from comfyui_veostyle.veo_core.memory.trace import trace_memory
+from comfyui_veostyle.veo_core.motion.flow import load_flow
 from comfyui_veostyle.veo_core.options import StylizeOptions, parse_options
 from comfyui_veostyle.veo_core.render import render
 from comfyui_veostyle.veo_core.store import RunStore, prune
@@ -22,6 +26,7 @@ from comfyui_veostyle.veo_core.video.audio import clip_audio
 from comfyui_veostyle.veo_core.video.codecs import CODECS, OutputFormat
 from comfyui_veostyle.veo_core.video.reader import open_clip
 from comfyui_veostyle.veo_core.video.scenes import survey
+from torch.utils._pytree import tree_leaves
 
 from .conftest import EXAMPLES, make_pictures, make_video
 
@@ -384,3 +389,43 @@ def test_progress_names_every_stage_and_never_goes_back(engine, clip, style, tmp
     latents.store.close()
     last = {p.stage: p.done for p in again}
     assert last == {"survey": 30, "denoise": 30, "decode": 30}
+
+
+class _Replayed:
+    """A captured call without a GPU: it has buffers of its own, and writes over what every other call gave."""
+
+    def __init__(self, function, inputs, others):
+        self.function, self.inputs, self.graph, self.others = function, [x.clone() for x in inputs], self, others
+        self.output = function(*self.inputs)
+        others.append(self)
+
+    def replay(self):
+        made = tree_leaves(self.function(*self.inputs))
+        for other in self.others:
+            for x in tree_leaves(other.output):
+                x.fill_(float("nan"))
+        for mine, x in zip(tree_leaves(self.output), made, strict=True):
+            mine.copy_(x)
+
+
+@pytest.mark.parametrize(
+    ("device", "guidance"),
+    [("cpu", 2.0), *(pytest.param("cuda", g, marks=pytest.mark.gpu) for g in (1.0, 2.0))],
+)
+def test_captured_calls_give_what_launched_ones_give(device, guidance, style, tmp_path, monkeypatch):
+    """Over cuts, windows of several lengths, chunks that are not full, and steps whose moments are carried on."""
+    captured = []
+    if device == "cpu":
+        capture = lambda self, function, inputs: _Replayed(function, inputs, captured)  # noqa: E731
+        monkeypatch.setattr(CudaGraphs, "_capture", capture)
+    device = torch.device(device)
+    engine = Stylizer(load_backbone(None, device), load_flow(device))
+    shots = make_pictures(49, SIZE, 1), make_pictures(49, SIZE, 2)
+    clip = open_clip(make_video(tmp_path / "in.mp4", 49, size=SIZE, picture=lambda i, w, h: shots[i >= 30](i, w, h)))
+    results, options = [], StylizeOptions(steps=2, guidance=guidance)
+    for graphs in (True, False):
+        plan = replace(plan_of(engine, 3, 5), graphs=graphs)
+        results.append(frames_of(engine, clip, style, tmp_path / str(graphs), options, plan))
+    assert len(results[0]) == 49
+    assert (results[0] - results[1]).abs().max() < (1e-4 if device.type == "cpu" else 0.02)
+    assert len(captured) >= 3 or device.type == "cuda"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -147,7 +146,7 @@ def test_only_the_current_device_is_captured_and_only_where_a_failure_can_be_und
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
 
     def captured(device):
-        return cuda_graphs.captures(SimpleNamespace(is_cuda=device != "cpu", device=torch.device(device)))
+        return cuda_graphs.captures(torch.device(device))
 
     assert [captured(d) for d in ("cpu", "cuda:0", "cuda:1", "cuda")] == [False, False, True, True]
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")

@@ -70,7 +70,7 @@ def test_correlation_peaks_at_the_shift():
 def test_bundled_flow_finds_a_shift(engine, dx, dy, seed):
     image = texture(seed)
     moved = shifted(image, dx, dy)
-    there, back = flow_both_ways(engine.flow, moved, image)
+    there, back = flow_both_ways(engine.flow, torch.cat([image, moved]))
     inner = (slice(None), slice(None), slice(5, -5), slice(5, -5))
     wanted = torch.tensor([-dx, -dy]).view(1, 2, 1, 1) / 4
     assert (there - wanted)[inner].norm(dim=1).mean() * 4 < 1.0
@@ -79,8 +79,7 @@ def test_bundled_flow_finds_a_shift(engine, dx, dy, seed):
 
 @pytest.mark.parametrize("size", [(64, 64), (72, 104), (100, 36)])
 def test_motion_has_a_quarter_of_any_size(engine, size):
-    frames = torch.rand(2, 3, *size)
-    motion = estimate_motion(engine.flow, frames, frames)
+    motion = estimate_motion(engine.flow, torch.rand(3, 3, *size))
     assert motion.shape == (2, 3, size[0] // 4, size[1] // 4)
     assert motion[:, 2].min() >= 0
     assert motion[:, 2].max() <= 1
@@ -104,8 +103,18 @@ def test_distrusted_motion_passes_the_frame():
     alone = TemporalFusion()(b, torch.zeros(1, 3, 24, 32))
     fusion(a, torch.zeros(1, 3, 24, 32))
     assert torch.allclose(fusion(b, torch.zeros(1, 3, 24, 32)), alone, atol=1e-5)
-    fusion.reset()
-    assert fusion.last is None
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(0, 99))
+def test_fusion_does_not_depend_on_how_many_frames_come_at_a_time(counts, seed):
+    generator = torch.Generator().manual_seed(seed)
+    n = sum(counts)
+    frames, motion = torch.rand(n, 3, 32, 48, generator=generator), torch.rand(n, 3, 8, 12, generator=generator)
+    whole, pieces = TemporalFusion(), TemporalFusion()
+    parts = [pieces(f, m) for f, m in zip(frames.split(counts), motion.split(counts), strict=True)]
+    assert torch.allclose(whole(frames, motion), torch.cat(parts), atol=1e-6)
+    assert torch.allclose(whole.last, pieces.last, atol=1e-6)
 
 
 def test_fusion_keeps_fine_detail_along_motion():

@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .backbones.base import Backbone
+from .cuda_graphs import CudaGraphs, fill
 from .errors import InputError
 from .memory.plan import MemoryPlan, Policy, StagePeaks, make_plan, padded_size
 from .motion.flow import STRIDE, FlowNet
-from .motion.fusion import MOTION_CHANNELS, TemporalFusion, estimate_motion, latent_motion
+from .motion.fusion import MOTION_CHANNELS, TemporalFusion, estimate_motion, fuse, latent_motion
 from .options import StylizeOptions
 from .sampling.sampler import WindowJob, WindowState, denoise_window
 from .sampling.timeline import Timeline
@@ -223,7 +224,10 @@ class Stylizer:
         if state.window >= len(windows):
             monitor(Progress("denoise", total, total))
             return
-        with closing(_Sites(self, clip, store, timeline, state, plan.encode_chunk, windows[state.window])) as sites:
+        graphs = CudaGraphs(plan.graphs)
+        with closing(
+            _Sites(self, clip, store, timeline, state, plan.encode_chunk, windows[state.window], graphs)
+        ) as sites:
             for window in windows[state.window :]:
                 first, scene = timeline.frame(window.start + window.shared), timeline.scene_of(window.start)
                 content, motion = sites.advance(window, lambda done: monitor(Progress("encode", done, total)))
@@ -242,6 +246,7 @@ class Stylizer:
                     options,
                     state.carried,
                     before_step,
+                    graphs,
                 )
                 latents, state.carried = denoise_window(self.backbone, of_scene(conditions, scene), job)
                 store.write("latents", window.start, latents[: len(latents) - state.carried.overlap])
@@ -280,35 +285,45 @@ class Stylizer:
         maker = store.manifest["model"][0]
         if maker != self.backbone.name:
             raise InputError(f"latent was made by {maker}, and the model is {self.backbone.name}; give the same model")
-        starts = {s.start for s in latents.survey.scenes}
-        fusion = fusion or TemporalFusion(latents.fusion)
+        fusion, graphs = fusion or TemporalFusion(latents.fusion), CudaGraphs(latents.plan.graphs)
         end = total if end is None else end
         first = begin
         while first < end:
             monitor(Progress("decode", first, total))
             stop = first + latents.plan.decode_chunk
             count = min(stop if latents.timeline.factor == 1 else latents.timeline.group(first)[1], end) - first
-            decoded = self._decoded(latents, first, first + count)
             motion = store.read("motion", first, count).to(self.backbone.device)
-            fused = []
-            for i in range(count):
-                if first + i in starts:
-                    fusion.reset()
-                fused.append(fusion(decoded[i : i + 1], motion[i : i + 1]))
-            frames = self._crop(torch.cat(fused), latents.clip)
+            if latents.timeline.factor == 1:
+                z = store.read("latents", first, count).to(self.backbone.device)
+                shown = self._fused(z, motion, fusion, latents.plan.decode_chunk, graphs)
+            else:
+                shown = fusion(self._decoded_group(latents, first, first + count), motion)
+            frames = self._crop(shown, latents.clip)
             newest = frames[-1].clone()
             # Only what the caller keeps outlives this chunk while the next one is decoded.
-            del decoded, motion, fused
+            del motion, shown
             yield frames
             del frames
             first += count
             monitor(Progress("decode", first, total, lambda: newest))  # noqa: B023
 
-    def _decoded(self, latents: StylizedLatents, begin: int, end: int) -> Tensor:
-        """Frames ``begin`` to ``end``, of one group where the autoencoder groups them, as it gives them."""
+    def _fused(self, z: Tensor, motion: Tensor, fusion: TemporalFusion, chunk: int, graphs: CudaGraphs) -> Tensor:
+        """Latents of single frames decoded and fused."""
+
+        def decode(z: Tensor, motion: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+            return fuse(self.backbone.decode(z), motion, last, fusion.amount)
+
+        motion, last = fusion.given(motion, [side * self.backbone.factor for side in z.shape[-2:]])
+        count = len(z)
+        if graphs.enabled:
+            z, motion = fill(z, chunk), fill(motion, chunk)
+        shown, fused = graphs("decode", decode, z, motion, last)
+        fusion.last = fused[count - 1 : count].clone()
+        return shown[:count]
+
+    def _decoded_group(self, latents: StylizedLatents, begin: int, end: int) -> Tensor:
+        """Frames ``begin`` to ``end`` of one group of an autoencoder that groups them, as it gives them."""
         timeline, store = latents.timeline, latents.store
-        if timeline.factor == 1:
-            return self.backbone.decode(store.read("latents", begin, end - begin).to(self.backbone.device))
         start, stop = timeline.group(begin)
         first = timeline.context(timeline.latent(start))
         count = timeline.latent(stop - 1) + 1 - first
@@ -395,16 +410,18 @@ class _Sites:
         state: _RunState,
         chunk: int,
         window: Window,
+        graphs: CudaGraphs,
     ):
         self.backbone, self.flow, self.store, self.timeline = engine.backbone, engine.flow, store, timeline
         # A causal autoencoder's result depends on what it is given together: there it is the window.
         self.chunk = chunk if timeline.factor == 1 else None
+        self.graphs = graphs
         self.content, self.motion = state.content, state.motion
         self.next = window.start + window.shared
         first = timeline.frame(self.next)
         begins_scene = self.next == window.scene.start
         seen = first if begins_scene else timeline.known_from(self.next)
-        self.frames: Iterator[Frame] = clip.frames(first=seen)
+        self.frames: Iterator[Frame] = clip.frames(first=seen, device=self.backbone.device)
         # The last frames read: what the flow, and a causal autoencoder, must know before the next ones.
         self.before = [self._image(f) for f in islice(self.frames, first - seen)]
 
@@ -415,8 +432,8 @@ class _Sites:
         """``[1, 3, H, W]`` on the device, its far edges repeated up to what the model can take."""
         h, w = frame.image.shape[-2:]
         width, height = padded_size((w, h), self.backbone.multiple)
-        image = frame.image[None].to(self.backbone.device)
-        return F.pad(image, (0, width - w, 0, height - h), mode="replicate")
+        image = frame.image[None]
+        return image if (w, h) == (width, height) else F.pad(image, (0, width - w, 0, height - h), mode="replicate")
 
     def advance(self, window: Window, before_chunk: Callable[[int], None]) -> tuple[Tensor, Tensor | None]:
         """Content latents ``[n, C, h, w]`` of a window, and motion ``[n + 1, 3, h, w]`` in latent pixels.
@@ -446,13 +463,12 @@ class _Sites:
         starts_scene = self.next == window.scene.start
         if starts_scene:
             self.before = []
-        previous = [images[0] if starts_scene else self.before[-1], *images[:-1]]
-        batch = torch.cat(images)
-        motion = estimate_motion(self.flow, batch, torch.cat(previous))
+        batch = torch.cat([images[0] if starts_scene else self.before[-1], *images])
+        motion, content = self._encoded(batch)
         if starts_scene:
             motion[0] = 0
         self.store.write("motion", first, motion)
-        content = self._encode(batch)[-count:]
+        content = content[-count:]
         self.content = content if self.content is None else torch.cat([self.content, content])
         if self.timeline.factor == 1:
             self.motion = motion if self.motion is None else torch.cat([self.motion, motion])
@@ -460,10 +476,22 @@ class _Sites:
         known = self.timeline.known_from(self.next) if self.next < window.scene.end else end - 1
         self.before = [*self.before, *images][known - end :]
 
-    def _encode(self, batch: Tensor) -> Tensor:
+    def _encoded(self, frames: Tensor) -> tuple[Tensor, Tensor]:
+        """Motion and content latents of frames but the first, ``[n + 1, 3, H, W]``."""
+
+        def encode(frames: Tensor) -> tuple[Tensor, Tensor]:
+            return estimate_motion(self.flow, frames), self.backbone.encode(frames[1:])
+
+        if self.timeline.factor > 1:
+            return estimate_motion(self.flow, frames), self._encode_groups(frames[1:])
+        count = len(frames) - 1
+        if self.graphs.enabled:
+            frames = fill(frames, self.chunk + 1)
+        # Copies: the next call writes over what a graph gave.
+        return tuple(x[:count].clone() for x in self.graphs("encode", encode, frames))
+
+    def _encode_groups(self, batch: Tensor) -> Tensor:
         factor = self.timeline.factor
-        if factor == 1:
-            return self.backbone.encode(batch)
         batch = torch.cat([*self.before, batch])
         missing = -(len(batch) - 1) % factor
         return self.backbone.encode(torch.cat([batch, batch[-1:].expand(missing, -1, -1, -1)]))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .errors import OutputError
 
-FORMAT = 2
+FORMAT = 3
 
 
 class RunStore:

@@ -47,6 +47,8 @@ class Backbone(Protocol):
         managed: whether its networks are moved between devices by someone else already.
         reads: of the options, and of a style's ``words``, what changes its result.
         temporal: whether it attends over time by itself.
+        captured: whether its calls on a GPU wait for launches and can be captured as CUDA graphs: nothing in them
+            synchronises, and its weights stay where they are during a run.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Backbone(Protocol):
     managed: bool
     reads: frozenset[str]
     temporal: bool
+    captured: bool
 
     @property
     def device(self) -> torch.device: ...

@@ -12,15 +12,16 @@ import psutil
 import torch
 
 from ..backbones.base import Backbone
+from ..cuda_graphs import captures
 from ..errors import BudgetError
 from ..motion.flow import STRIDE, FlowNet
-from ..motion.fusion import MOTION_CHANNELS, TemporalFusion, estimate_motion
+from ..motion.fusion import MOTION_CHANNELS, estimate_motion, fuse
 from ..options import StylizeOptions
 from ..sampling.timeline import CONTEXT, GROUP
 from .trace import TracedMemory, trace_memory
 
 MIB = 1 << 20
-CHUNKS = (16, 8, 4, 2, 1)
+CHUNKS = (8, 4, 2, 1)
 # Pixels that fill a chip, or a processor's cache: more frames at once take memory and give no time. By benchmarks/speed.py.
 FILLS = {"cuda": 1 << 21, "cpu": 1 << 17}
 RESERVE = 0.15
@@ -46,6 +47,7 @@ class MemoryPlan:
         host: bytes of host memory beyond what the process held before, on a device of its own; 0 on the CPU, where the
             stages are host memory.
         disk: bytes that each frame takes in the run's folder while it lasts.
+        graphs: whether calls are captured as CUDA graphs, which keep their memory between calls.
     """
 
     device: torch.device
@@ -58,6 +60,7 @@ class MemoryPlan:
     disk: int
     cache: dict[str, int] = field(default_factory=dict)
     reserve: int = 0
+    graphs: bool = False
 
     @property
     def peak(self) -> int:
@@ -76,7 +79,8 @@ class MemoryPlan:
         ]
         if self.reserve:
             lines.append(f"  reserve {_mib(self.reserve)} beside the budget")
-        lines.append(f"  encodes {self.encode_chunk} and decodes {self.decode_chunk} frames at once")
+        by = ", by CUDA graphs" if self.graphs else ""
+        lines.append(f"  encodes {self.encode_chunk} and decodes {self.decode_chunk} frames at once{by}")
         lines.append(f"  disk {self.disk / MIB:.1f} MiB a frame while it runs")
         if self.host:
             lines.append(f"  host memory {_mib(self.host)}")
@@ -149,10 +153,15 @@ def make_plan(
         )
     counts = {"encode": encode, "denoise": 1, "decode": decode}
     stages = {stage: peaks.peak(stage, count) for stage, count in counts.items()} | {"denoise": denoise}
+    # What is captured keeps the most that its calls take; a scene's last window, and a preview, are launched beside it.
+    pool = max(stages["encode"], peaks.peak("denoise")) - peaks.resident
+    captured = stages | {"encode": peaks.resident + pool, "denoise": denoise + pool}
+    graphs = policy == "fast" and backbone.captured and captures(device) and weights + captured["denoise"] <= budget
+    stages = captured if graphs else stages
     cache = {stage: peaks.cached(stage, count) for stage, count in counts.items()}
     frame = 4 * 3 * size[0] * size[1]
     host = 0 if device.type == "cpu" else HOST_FIXED + frame * (3 * max(encode, decode) + 6)
-    return MemoryPlan(device, budget, weights, encode, decode, stages, host, peaks.disk, cache, reserve)
+    return MemoryPlan(device, budget, weights, encode, decode, stages, host, peaks.disk, cache, reserve, graphs)
 
 
 class StagePeaks:
@@ -235,7 +244,7 @@ class StagePeaks:
         factor = self.backbone.time_factor
         before = 1 if factor == 1 else (CONTEXT - 1) * factor + 1
         frames = self._empty(count + before, 3, self.height, self.width)
-        motion = estimate_motion(self.flow, frames[before:], frames[before - 1 : -1])
+        motion = estimate_motion(self.flow, frames[before - 1 :])
         return motion, self.backbone.encode(frames if factor > 1 else frames[1:])
 
     def _denoise(self) -> object:
@@ -244,8 +253,8 @@ class StagePeaks:
         return content, motion, self.backbone.rehearse(self._empty(frames, *self.latent), self.options)
 
     def _decode(self, count: int) -> object:
-        fusion = TemporalFusion(last=self._empty(1, 3, self.height, self.width))
+        last = self._empty(1, 3, self.height, self.width)
         decoded = self.backbone.decode(self._empty(self._latents(count), *self.latent))[-count:]
         motion = self._empty(count, MOTION_CHANNELS, self.height // STRIDE, self.width // STRIDE)
-        fused = torch.cat([fusion(decoded[i : i + 1], motion[i : i + 1]) for i in range(count)])
-        return fused.clamp(0, 1)
+        shown, fused = fuse(decoded, motion, last)
+        return shown.clamp(0, 1), fused

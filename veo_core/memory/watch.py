@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import torch
 
+from ..cuda_graphs import held
 from .plan import MIB, MemoryPlan, Policy
 
 INTERVAL = 0.1
@@ -121,7 +122,7 @@ class MemoryWatch:
 
     def _used(self) -> int:
         if self.plan.device.type == "cuda":
-            return torch.cuda.memory_allocated(self.plan.device)
+            return torch.cuda.memory_allocated(self.plan.device) + held(self.plan.device)
         return psutil.Process().memory_info().rss
 
     def _sample(self) -> None:
@@ -129,7 +130,7 @@ class MemoryWatch:
             used = self._used() - self._before
             peak = used
             if self.plan.device.type == "cuda":
-                peak = torch.cuda.max_memory_allocated(self.plan.device) - self._before
+                peak = torch.cuda.max_memory_allocated(self.plan.device) + held(self.plan.device) - self._before
                 torch.cuda.reset_peak_memory_stats(self.plan.device)
             if self.stage:
                 self.peaks[self.stage] = max(peak, self.peaks.get(self.stage, 0))

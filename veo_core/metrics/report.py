@@ -45,7 +45,7 @@ def full_flow(net: FlowNet, now: Tensor, before: Tensor) -> tuple[Tensor, Tensor
         big = F.interpolate(flow, scale_factor=STRIDE, mode="bilinear", align_corners=False) * STRIDE
         return big[..., : now.shape[-2], : now.shape[-1]]
 
-    there, back = flow_both_ways(net, now, before)
+    there, back = flow_both_ways(net, torch.cat([before, now]))
     return grow(there), grow(back)
 
 

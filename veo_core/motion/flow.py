@@ -99,27 +99,28 @@ def _pad32(frames: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def flow_both_ways(net: FlowNet, frames: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
-    """Optical flow between each frame and the one before it.
+def flow_both_ways(net: FlowNet, frames: Tensor) -> tuple[Tensor, Tensor]:
+    """Optical flow between each frame but the first and the one before it.
 
     Args:
         net: the flow network.
-        frames: ``[n, 3, H, W]`` in 0..1.
-        previous: the frame before each, same shape.
+        frames: ``[n + 1, 3, H, W]`` in 0..1, consecutive.
 
     Returns:
         Two tensors ``[n, 2, ceil(H / 4), ceil(W / 4)]`` in pixels at that quarter scale: from each frame to its
         predecessor, and back.
     """
     h, w = frames.shape[-2:]
-    features = net.features(_pad32(torch.cat([frames, previous])))
-    first, second = zip(*(f.chunk(2) for f in features), strict=True)
-    ahead, behind = (
-        [torch.cat(pair) for pair in zip(x, y, strict=True)] for x, y in ((first, second), (second, first))
-    )
-    flow = net.match(ahead, behind)[-1][..., : -(-h // STRIDE), : -(-w // STRIDE)]
+    features = net.features(_pad32(frames))
+    first, second = ([torch.cat(pair) for pair in zip(x, y, strict=True)] for x, y in _both_orders(features))
+    flow = net.match(first, second)[-1][..., : -(-h // STRIDE), : -(-w // STRIDE)]
     to_previous, back = rearrange(flow, "(p n) c h w -> p n c h w", p=2)
     return to_previous.contiguous(), back.contiguous()
+
+
+def _both_orders(features: list[Tensor]) -> tuple[tuple, tuple]:
+    now, before = [f[1:] for f in features], [f[:-1] for f in features]
+    return (now, before), (before, now)
 
 
 def load_flow(device: torch.device, path: Path = BUNDLED) -> FlowNet:

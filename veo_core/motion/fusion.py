@@ -12,24 +12,26 @@ from .warp import visible_mask, warp
 MOTION_CHANNELS = 3
 # Makes up for the detail that decoders lose; measured in benchmarks/coherence.py.
 DETAIL = 1.2
+# Weight of the frame before, where there is motion and where there is none.
+MOVING, STILL = 0.6, 0.9
 
 
-def estimate_motion(net: FlowNet, frames: Tensor, previous: Tensor) -> Tensor:
-    """Flow to the frame before, and how far it is to be trusted.
+def estimate_motion(net: FlowNet, frames: Tensor) -> Tensor:
+    """Flow of each frame but the first to the frame before, and how far it is to be trusted.
 
     A match is trusted where the forward-backward test passes and the two frames look alike there.
 
     Args:
         net: flow network on the frames' device.
-        frames, previous: ``[n, 3, H, W]`` in 0..1, H and W multiples of 4.
+        frames: ``[n + 1, 3, H, W]`` in 0..1, consecutive, H and W multiples of 4.
 
     Returns:
         float32 ``[n, 3, H / 4, W / 4]``: flow x and y in pixels of that quarter scale, trust in 0..1.
     """
-    flow, back = flow_both_ways(net, frames, previous)
+    flow, back = flow_both_ways(net, frames)
     trust = visible_mask(flow, back)
-    now, before = (F.avg_pool2d(x, STRIDE) for x in (frames, previous))
-    difference = (now - warp(before, flow)).abs().mean(1, keepdim=True)
+    small = F.avg_pool2d(frames, STRIDE)
+    difference = (small[1:] - warp(small[:-1], flow)).abs().mean(1, keepdim=True)
     difference = F.avg_pool2d(F.pad(difference, (1, 1, 1, 1), mode="replicate"), 3, 1)
     trust = trust * torch.exp(-((difference / 0.08) ** 2))
     return torch.cat([flow, trust], dim=1)
@@ -43,45 +45,60 @@ def latent_motion(motion: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 class TemporalFusion:
-    """Recursive fusion of each decoded frame with the fused frame before, brought to it by the motion.
-
-    ``y_t = a W y_{t-1} + (1 - a) f_t``. ``a`` is the trust in the motion times ``moving``, rising to ``still`` where
-    nothing moves. What is shown is ``d(y_t)``: ``d`` gives the fine detail of the mean the energy back that it has in
-    ``f_t``, and a little more for what the decoder lost, so that the average does not blur. ``d`` stays outside the
-    recursion, where it would grow dots along edges. Warping is bicubic; the state is one frame.
+    """:func:`fuse` over frames that come a few at a time.
 
     Args:
-        amount: factor on all of that, 0..1; 0 leaves every frame as it is, bit for bit.
-        last: the fused frame before the first, ``[1, 3, H, W]``, where fusion goes on.
-        moving, still: weight of the frame before, where there is motion and where there is none.
+        amount: as of :func:`fuse`.
+        last: the fused frame before the first, ``[1, 3, H, W]``, where fusion goes on; None where it begins.
     """
 
-    def __init__(self, amount: float = 1.0, last: Tensor | None = None, moving: float = 0.6, still: float = 0.9):
-        self.amount, self.moving, self.still = amount, moving, still
-        self.last = last
+    def __init__(self, amount: float = 1.0, last: Tensor | None = None):
+        self.amount, self.last = amount, last
 
-    def reset(self) -> None:
-        """Forgets the frame before; the next frame stands alone."""
-        self.last = None
+    def __call__(self, frames: Tensor, motion: Tensor) -> Tensor:
+        """The next frames ``[n, 3, H, W]``, motion ``[n, 3, H / 4, W / 4]`` -> what is shown, shape of ``frames``."""
+        shown, fused = fuse(frames, *self.given(motion, frames.shape[-2:]), self.amount)
+        self.last = fused[-1:].clone()
+        return shown
 
-    def __call__(self, frame: Tensor, motion: Tensor) -> Tensor:
-        """``frame [1, 3, H, W]``, ``motion [1, 3, H / 4, W / 4]`` -> the fused frame, same shape."""
-        alone = self.last is None or not self.amount
-        self.last = frame.clone() if alone else self._fuse(frame, self.last, motion)
-        return _with_detail_of(frame, self.last, self.amount) if self.amount else frame
+    def given(self, motion: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """The next frames' motion and the fused frame before them, of height and width ``size``, as :func:`fuse` takes them."""
+        if self.last is not None:
+            return motion, self.last
+        return torch.cat([torch.zeros_like(motion[:1]), motion[1:]]), motion.new_zeros(1, 3, *size)
 
-    def _fuse(self, frame: Tensor, last: Tensor, motion: Tensor) -> Tensor:
-        motion = F.interpolate(motion, frame.shape[-2:], mode="bilinear", align_corners=False)
-        flow, trust = motion[:, :2] * STRIDE, motion[:, 2:]
-        speed = flow.norm(dim=1, keepdim=True)
-        stillness = torch.exp(-((speed / 0.5) ** 2))
-        before = torch.lerp(warp(last, flow, "bicubic"), last, stillness)
-        weight = (
-            self.amount
-            * trust
-            * torch.lerp(torch.full_like(stillness, self.moving), torch.full_like(stillness, self.still), stillness)
-        )
-        return torch.lerp(frame, before, weight)
+
+def fuse(frames: Tensor, motion: Tensor, last: Tensor, amount: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Recursive fusion of each decoded frame with the fused frame before, brought to it by the motion.
+
+    ``y_t = a W y_{t-1} + (1 - a) f_t``. ``a`` is the trust in the motion times MOVING, rising to STILL where nothing moves.
+    What is shown is ``d(y_t)``: ``d`` gives the fine detail of the mean the energy back that it has in ``f_t``, and a
+    little more for what the decoder lost, so that the average does not blur. ``d`` stays outside the recursion, where it
+    would grow dots along edges. Warping is bicubic.
+
+    Args:
+        frames: ``[n, 3, H, W]``, consecutive. motion: ``[n, 3, H / 4, W / 4]``; a frame whose trust is 0, such as a scene's
+            first, stands alone.
+        last: the fused frame before the first, ``[1, 3, H, W]``.
+        amount: factor on all of that, 0..1; 0 leaves every frame as it is, bit for bit.
+
+    Returns:
+        What is shown, and the fused frames that the next ones lean on: shape of ``frames`` each.
+    """
+    if not amount:
+        return frames, frames
+    motion = F.interpolate(motion, frames.shape[-2:], mode="bilinear", align_corners=False)
+    flow, trust = motion[:, :2] * STRIDE, motion[:, 2:]
+    stillness = torch.exp(-((flow.norm(dim=1, keepdim=True) / 0.5) ** 2))
+    weight = amount * trust * (MOVING + (STILL - MOVING) * stillness)
+    fused = []
+    for i in range(len(frames)):
+        now = slice(i, i + 1)
+        before = torch.lerp(warp(last, flow[now], "bicubic"), last, stillness[now])
+        last = torch.lerp(frames[now], before, weight[now])
+        fused.append(last)
+    fused = torch.cat(fused)
+    return _with_detail_of(frames, fused, amount), fused
 
 
 def _blur(x: Tensor, radius: int) -> Tensor:

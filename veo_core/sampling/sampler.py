@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..cuda_graphs import CudaGraphs
 from ..layers.st_norm import TemporalContext
 from .noise import frame_generator, frame_noise
 from .windows import Window, blend_shared
@@ -51,6 +52,7 @@ class WindowJob:
         options: of the run, every choice made.
         state: left by the window before.
         before_step: called with the number of each step; may raise to interrupt.
+        graphs: of the run, for models that are captured.
     """
 
     window: Window
@@ -62,6 +64,7 @@ class WindowJob:
     options: StylizeOptions
     state: WindowState
     before_step: Callable[[int], None]
+    graphs: CudaGraphs = field(default_factory=lambda: CudaGraphs(False))
 
     def __post_init__(self) -> None:
         self._handed: dict[str, Tensor] = {}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import av
 import numpy as np
+import torch
 from av.video.reformatter import Interpolation, VideoReformatter
 from torch import Tensor
 
@@ -81,7 +82,7 @@ def read_tags(frame: av.VideoFrame) -> ColorTags:
     Raises ValueError that names a matrix which is not read.
     """
     matrix = int(frame.colorspace)
-    if matrix in _UNREAD and not _is_rgb(frame):
+    if matrix in _UNREAD and not is_rgb(frame):
         raise ValueError(f"its colours are {_UNREAD[matrix]}, which is not read; convert it to BT.709 first")
     if matrix not in _SWSCALE:
         frame.colorspace = UNSPECIFIED
@@ -91,7 +92,8 @@ def read_tags(frame: av.VideoFrame) -> ColorTags:
     return ColorTags(matrix, int(frame.color_primaries), int(frame.color_trc), full)
 
 
-def _is_rgb(frame: av.VideoFrame) -> bool:
+def is_rgb(frame: av.VideoFrame) -> bool:
+    """Whether a frame's pixels are RGB, grey or of a palette."""
     name = frame.format.name
     return frame.format.is_rgb or name.startswith(("pal8", "mono")) or frame.format.has_palette
 
@@ -108,7 +110,7 @@ def to_rgb(frame: av.VideoFrame, tags: ColorTags) -> tuple[np.ndarray, np.ndarra
         float32 ``[3, H, W]`` in 0..1, still in the frame's own transfer and primaries; and alpha ``[1, H, W]`` or None.
     """
     alpha = has_alpha(frame.format.name)
-    if _is_rgb(frame):
+    if is_rgb(frame):
         deep = max(c.bits for c in frame.format.components) > 8
         if deep:
             pixels, top = reformat(frame, format="rgba64le" if alpha else "rgb48le").to_ndarray(), 65535.0
@@ -116,25 +118,52 @@ def to_rgb(frame: av.VideoFrame, tags: ColorTags) -> tuple[np.ndarray, np.ndarra
             pixels, top = reformat(frame, format="rgba" if alpha else "rgb24").to_ndarray(), 255.0
         planes = np.moveaxis(pixels.astype(np.float32), -1, 0) / top
         return planes[:3], planes[3:] if alpha else None
-    range_code = 2 if tags.full else 1
-    name = "yuva444p16le" if alpha else "yuv444p16le"
-    same = {"src_color_range": range_code, "dst_color_range": range_code}
-    pixels = reformat(frame, format=name, interpolation=SWS_FLAGS, **same).to_ndarray()
-    planes = np.moveaxis(pixels.astype(np.float32), -1, 0) if pixels.shape[-1] in (3, 4) else pixels.astype(np.float32)
-    depth = frame.format.components[0].bits
-    top = float(((1 << depth) - 1) << (16 - depth))
-    if tags.full:
-        y, (u, v) = planes[0] / top, ((p - 32768.0) / top for p in planes[1:3])
-    else:
-        y, (u, v) = (planes[0] - 4096.0) / 56064.0, ((p - 32768.0) / 57344.0 for p in planes[1:3])
-    if tags.matrix == YCGCO:
-        # ITU-T H.273, eq. 47 to 50: u is Cg, v is Co.
-        r, g, b = y - u + v, y + u, y - u - v
-    else:
-        kr, kb = _LUMA[tags.matrix]
+    codes = Codes.of(frame, tags)
+    planes = codes.planes.astype(np.float32)
+    return np.clip(np.stack(codes.matrixed(planes)), 0, 1), planes[3:] / codes.top if alpha else None
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A YUV frame's codes at 16 bits, one a pixel: less to move than what they become.
+
+    Attributes:
+        planes: uint16 ``[3 or 4, H, W]``, transparency last.
+        tags: their meaning. top: the largest code.
+    """
+
+    planes: np.ndarray
+    tags: ColorTags
+    top: float
+
+    @classmethod
+    def of(cls, frame: av.VideoFrame, tags: ColorTags) -> Codes:
+        """Those of a decoded frame that is not RGB."""
+        range_code = 2 if tags.full else 1
+        name = "yuva444p16le" if has_alpha(frame.format.name) else "yuv444p16le"
+        same = {"src_color_range": range_code, "dst_color_range": range_code}
+        pixels = reformat(frame, format=name, interpolation=SWS_FLAGS, **same).to_ndarray()
+        planes = np.moveaxis(pixels, -1, 0) if pixels.shape[-1] in (3, 4) else pixels
+        depth = frame.format.components[0].bits
+        return cls(planes, tags, float(((1 << depth) - 1) << (16 - depth)))
+
+    def on(self, device: torch.device) -> Tensor:
+        """RGB float32 ``[3, H, W]`` in 0..1, made on a device."""
+        codes = torch.from_numpy(self.planes[:3].view(np.int16)).to(device)
+        return torch.stack(self.matrixed((codes.int() & 0xFFFF).float())).clamp(0, 1)
+
+    def matrixed(self, planes: np.ndarray | Tensor) -> list:
+        """R, G and B of these planes in float32, not clipped (ITU-T H.273, 8.3)."""
+        if self.tags.full:
+            y, (u, v) = planes[0] / self.top, ((p - 32768.0) / self.top for p in planes[1:3])
+        else:
+            y, (u, v) = (planes[0] - 4096.0) / 56064.0, ((p - 32768.0) / 57344.0 for p in planes[1:3])
+        if self.tags.matrix == YCGCO:
+            # ITU-T H.273, eq. 47 to 50: u is Cg, v is Co.
+            return [y - u + v, y + u, y - u - v]
+        kr, kb = _LUMA[self.tags.matrix]
         r, b = y + 2 * (1 - kr) * v, y + 2 * (1 - kb) * u
-        g = (y - kr * r - kb * b) / (1 - kr - kb)
-    return np.clip(np.stack([r, g, b]), 0, 1), planes[3:] / top if alpha else None
+        return [r, (y - kr * r - kb * b) / (1 - kr - kb), b]
 
 
 def from_rgb(rgb: np.ndarray, pixel_format: str, tags: ColorTags, alpha: np.ndarray | None = None) -> av.VideoFrame:

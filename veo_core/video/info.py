@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from torch import Tensor
 
-from .color import ColorTags
+from .color import Codes, ColorTags
 
 STILL_RATE = Fraction(24)
 THUMBNAIL = (36, 64)
@@ -71,12 +71,19 @@ class VideoInfo:
 
 @dataclass
 class Decoded:
-    """A decoded frame that has not been converted yet: seconds since the stream began, and how long it shows."""
+    """A decoded frame that has not been converted yet.
+
+    Attributes:
+        time, duration: seconds since the stream began, and how long it shows.
+        convert: makes its picture ``[3, H, W]`` and transparency. thumbnail: makes a small one.
+        codes: makes what the picture can be made of elsewhere by its matrix alone; None where more than that is to do.
+    """
 
     time: Fraction
     duration: Fraction
     convert: Callable[[], tuple[Tensor, Tensor | None]]
     thumbnail: Callable[[], Tensor]
+    codes: Callable[[], Codes] | None = None
 
 
 @dataclass

@@ -92,31 +92,41 @@ class Clip:
         return (self.rate or self.info.rate) / self.every_nth
 
     def frames(
-        self, first: int = 0, report: ReadReport | None = None, progress: Callable[[int], None] = lambda index: None
+        self,
+        first: int = 0,
+        report: ReadReport | None = None,
+        progress: Callable[[int], None] = lambda index: None,
+        device: torch.device | str = "cpu",
     ) -> Iterator[Frame]:
-        """Frames from index ``first`` on, one at a time. ``progress`` is told of each index, those passed over too.
+        """Frames from index ``first`` on, one at a time, their images on a device. ``progress`` is told of each index, those
+        passed over too.
 
         Raises:
             InputError: when the file has no frame in the asked span.
         """
-        report = report if report is not None else ReadReport()
+        report, device = report if report is not None else ReadReport(), torch.device(device)
 
-        def converting() -> Iterator[Callable[[], Frame]]:
+        def converting() -> Iterator[Callable[[], Callable[[], Frame]]]:
             origin: Fraction | None = None
             with closing(self._selected(report)) as selected:
                 for index, (time, decoded) in enumerate(selected):
                     origin = time if origin is None else origin
                     progress(index)
                     if index >= first:
-                        yield partial(self._converted, index, time - origin, decoded)
+                        yield partial(self._converted, index, time - origin, decoded, device)
             if origin is None:
                 raise InputError(self._nothing_read())
 
-        return ahead(converting())
+        return _called(ahead(converting()))
 
-    def _converted(self, index: int, time: Fraction, decoded: Decoded) -> Frame:
+    def _converted(self, index: int, time: Fraction, decoded: Decoded, device: torch.device) -> Callable[[], Frame]:
+        """What makes a frame where it is wanted, its work on the processor done."""
+        if device.type != "cpu" and decoded.codes is not None:
+            codes = decoded.codes()
+            return lambda: Frame(index, time, self._resize(codes.on(device)))
         image, alpha = decoded.convert()
-        return Frame(index, time, self._resize(image), None if alpha is None else self._resize(alpha))
+        image, alpha = self._resize(image), None if alpha is None else self._resize(alpha)
+        return lambda: Frame(index, time, image.to(device), alpha)
 
     def scaled(self, width: int, height: int) -> Clip:
         """The same clip at another size, cropped or padded as this one is."""
@@ -185,6 +195,12 @@ class Clip:
         image = scale(image, inner_w, inner_h)
         left, top = (width - inner_w) // 2, (height - inner_h) // 2
         return F.pad(image, (left, width - inner_w - left, top, height - inner_h - top))
+
+
+def _called(calls: Iterator[Callable[[], Frame]]) -> Iterator[Frame]:
+    with closing(calls):
+        for call in calls:
+            yield call()
 
 
 def _thumbnail_of(time: Fraction, shown: Fraction, decoded: Decoded) -> tuple[Fraction, Fraction, Tensor]:

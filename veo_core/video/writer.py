@@ -249,7 +249,7 @@ class VideoWriter(_Output):
             alpha: ``[n, 1, H, W]`` in 0..1, for formats that carry it.
         """
         on_device = self._codes(frames)
-        pixels = (frames.detach().float() if on_device is None else on_device).cpu().numpy()
+        arrived, pixels = _fetched(frames.detach().float() if on_device is None else on_device)
         masks = [None] * len(pixels) if alpha is None else alpha.detach().float().cpu().numpy()
         for image, mask, time in zip(pixels, masks, times, strict=True):
             pts = round(time / self.time_base)
@@ -259,7 +259,7 @@ class VideoWriter(_Output):
                     continue
                 self._hundredth = hundredth
             self.count += 1
-            made = self._converting.submit(self._converted, image, mask)
+            made = self._converting.submit(self._converted, arrived, image, mask)
             self._jobs.append(self._encoding.submit(self._encode, made, self.count, pts))
             self._await(DEPTH)
 
@@ -281,7 +281,8 @@ class VideoWriter(_Output):
         except (av.FFmpegError, OSError) as e:
             raise self._failure(e) from e
 
-    def _converted(self, image: np.ndarray, mask: np.ndarray | None) -> av.VideoFrame:
+    def _converted(self, arrived: Callable[[], None], image: np.ndarray, mask: np.ndarray | None) -> av.VideoFrame:
+        arrived()
         if self.output.is_folder:
             return from_rgb(image, self.pixel_format, self.tags, mask)
         width, height = self._even(*self.size)
@@ -317,6 +318,16 @@ class VideoWriter(_Output):
         for threads in (self._converting, self._encoding):
             threads.shutdown(cancel_futures=True)
         super()._discard()
+
+
+def _fetched(x: Tensor) -> tuple[Callable[[], None], np.ndarray]:
+    """An array that holds a tensor's values once the call beside it has returned; a GPU goes on meanwhile."""
+    if x.device.type != "cuda":
+        return lambda: None, x.cpu().numpy()
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return event.synchronize, host.numpy()
 
 
 class _Joined(_Output):

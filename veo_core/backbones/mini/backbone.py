@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ...cuda_graphs import CudaGraphs
 from ...errors import InputError, ModelError
 from ...layers.st_norm import TemporalContext
 from ...motion.fusion import MOTION_CHANNELS
@@ -60,6 +61,7 @@ class MiniBackbone:
     defaults = Defaults(steps=1, guidance=1.0, window=12, overlap=4)
     reads = COMMON
     temporal = False
+    captured = True
 
     def __init__(self, net: MiniNetwork, digest: str, dtype: torch.dtype = torch.float32):
         # The flow serves every backbone and is loaded for itself.
@@ -100,7 +102,7 @@ class MiniBackbone:
         x = clean = job.content
         for index, sigma in enumerate(schedule.sigmas):
             job.before_step(index)
-            clean = self._predict(x, sigma, condition, job.content, job.motion, job.temporal(index))
+            clean = self._predict(x, sigma, condition, job.content, job.motion, job.temporal(index), job.graphs)
             clean = job.fuse(index, clean)
             x = schedule.step(index, x, clean)
         return clean
@@ -108,7 +110,8 @@ class MiniBackbone:
     def rehearse(self, x: Tensor, options: StylizeOptions) -> Tensor:
         condition = MiniCondition(self.net.mapping.null[None], options.guidance, 1.0)
         motion = x.new_empty(len(x), MOTION_CHANNELS, *x.shape[2:])
-        return self._predict(x, 1.0, condition, torch.empty_like(x), motion, TemporalContext(len(x), hand_over=0))
+        temporal = TemporalContext(len(x), hand_over=0)
+        return self._predict(x, 1.0, condition, torch.empty_like(x), motion, temporal, CudaGraphs(False))
 
     def guides(self, style: Style) -> bool:
         return True
@@ -124,14 +127,29 @@ class MiniBackbone:
         content: Tensor,
         motion: Tensor,
         temporal: TemporalContext,
+        graphs: CudaGraphs,
     ) -> Tensor:
         at = torch.full((1,), sigma, device=x.device)
-        clean = self.net.predict(x, content, motion, condition.style, at, temporal)
+        clean = self._clean(graphs, temporal, x, content, motion, condition.style, at)
         if condition.guidance != 1:
-            temporal = replace(temporal, scope=temporal.scope + "plain.")
-            plain = self.net.predict(x, content, motion, self.net.mapping.null[None], at, temporal)
+            temporal = replace(temporal, scope="plain." + temporal.scope)
+            plain = self._clean(graphs, temporal, x, content, motion, self.net.mapping.null[None], at)
             clean = guide(clean, plain, condition.guidance)
         return torch.lerp(content, clean, condition.strength)
+
+    def _clean(self, graphs: CudaGraphs, temporal: TemporalContext, *given: Tensor) -> Tensor:
+        """The network's prediction, its moments in and out of the call as tensors of it."""
+        carried = {k.removeprefix(temporal.scope): v for k, v in temporal.carry.items() if k.startswith(temporal.scope)}
+
+        def predict(*tensors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            own = dict(zip(carried, tensors[len(given) :], strict=True))
+            context = replace(temporal, scope="", carry=own, handed={})
+            return self.net.predict(*tensors[: len(given)], context), context.handed
+
+        key = ("predict", temporal.frames, temporal.hand_over, *carried)
+        clean, handed = graphs(key, predict, *given, *carried.values())
+        temporal.handed.update({temporal.scope + k: v.clone() for k, v in handed.items()})
+        return clean.clone()
 
 
 def _crops(picture: Tensor) -> Tensor:

@@ -80,6 +80,7 @@ class StableDiffusionBackbone:
     channels = 4
     time_factor = 1
     managed = False
+    captured = False
     reads = DIFFUSION
 
     def __init__(self, parts: Parts, digest: str, sampler: str = "dpmpp_2m", scheduler: str | None = None):
@@ -217,7 +218,7 @@ class StableDiffusionBackbone:
 
     def _graph_memory(self, x: Tensor) -> Tensor:
         """As much as a replayed evaluation of ``x`` keeps."""
-        maps = GRAPH_MAPS if captures(x) and x[:, 0].numel() <= LAUNCH_BOUND else 0
+        maps = GRAPH_MAPS if captures(x.device) and x[:, 0].numel() <= LAUNCH_BOUND else 0
         return x.new_empty(maps * self.unet.config.block_out_channels[0] * x[:, 0].numel(), dtype=self.unet.dtype)
 
     @property
@@ -382,7 +383,7 @@ class _Run:
     def _replays(self, x: Tensor) -> bool:
         """Whether the GPU would wait for launches, and nothing beyond the network's inputs changes between calls."""
         pictures = self.pictures.batch is not None
-        return captures(x) and x[:, 0].numel() <= LAUNCH_BOUND and not pictures and not self.model.temporal
+        return captures(x.device) and x[:, 0].numel() <= LAUNCH_BOUND and not pictures and not self.model.temporal
 
     def _output(self, index: int, model_input: Tensor) -> Tensor:
         """The model's output for all frames, guided."""

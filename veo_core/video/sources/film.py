@@ -18,7 +18,7 @@ from av.video.stream import VideoStream
 from torch import Tensor
 
 from ...errors import InputError
-from ..color import ColorTags, has_alpha, read_tags, reformat, to_rgb, tone_map
+from ..color import Codes, ColorTags, has_alpha, is_rgb, read_tags, reformat, to_rgb, tone_map
 from ..container import (
     audio_streams,
     channel_orders,
@@ -266,12 +266,19 @@ def _timed(
             duration,
             partial(_convert, frame, tags, video.sample_aspect_ratio),
             partial(thumbnail, frame),
+            partial(Codes.of, frame, tags) if _plain(frame, tags, video.sample_aspect_ratio) else None,
         )
     length = video.duration * video.time_base if video.duration else None
     if length is None and container.duration and len(container.streams) == 1:
         length = Fraction(container.duration, av.time_base)
     if length and clock.previous + interval * Fraction(3, 2) < length:
         report.truncated = True
+
+
+def _plain(frame: av.VideoFrame, tags: ColorTags, aspect: Fraction | None) -> bool:
+    """Whether a frame becomes a picture by its matrix alone."""
+    turned = _orientation(frame) != (0, False)
+    return not (is_rgb(frame) or tags.hdr or has_alpha(frame.format.name) or turned or (aspect and aspect != 1))
 
 
 def _convert(frame: av.VideoFrame, tags: ColorTags, aspect: Fraction | None) -> tuple[Tensor, Tensor | None]:
