@@ -317,9 +317,11 @@ def test_a_full_disk_is_told_before_the_run(tmp_path, monkeypatch):
         RunStore(tmp_path / "huge", {}, {"latents": (1 << 36, 32, 64, 64)})
     store = RunStore(tmp_path / "r", {}, {"latents": (3, 2, 2)})
     monkeypatch.setattr("comfyui_veostyle.veo_core.store.save_file", full)
+    store.save_state("denoise", {"a": torch.ones(1)})
     with pytest.raises(OutputError, match="No space left"):
-        store.save_state("denoise", {"a": torch.ones(1)})
+        store.flush()
     store.close()
+    assert not list((tmp_path / "r").glob("*.part"))
 
 
 @pytest.mark.parametrize("overlap", [0, 4])

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from comfyui_veostyle.kernels import cross_frame_attention as attention
-from comfyui_veostyle.kernels import fp8_linear, kv_int4, lora_slots, st_norm, tuning
+from comfyui_veostyle.kernels import fp8_linear, kv_int4, local_correlation, lora_slots, reflect, st_norm, tuning
 from comfyui_veostyle.kernels import report as kernel_report
 from comfyui_veostyle.kernels._triton import cdiv, next_power_of_2
 from comfyui_veostyle.kernels.block_mask import choose_blocks
@@ -375,6 +375,39 @@ def test_moments_and_affine_are_the_references(shape, last, silu, added):
     assert error(by_moments, by_pytorch) < 1e-3
 
 
+# Few programs: the interpreter runs one after another.
+SMALL_MAPS = st.tuples(st.integers(1, 2), st.sampled_from([3, 24, 96]), st.integers(2, 5), st.integers(1, 33))
+
+
+@interpreted
+@given(shape=SMALL_MAPS, silu=st.booleans(), double=st.booleans(), seed=st.integers(0, 9))
+@settings(max_examples=12, deadline=None)
+def test_reflected_borders_are_pytorchs(shape, silu, double, seed):
+    torch.manual_seed(seed)
+    h = torch.randn(*shape[:3], shape[3] + 1).half().to(memory_format=torch.channels_last)
+    out = reflect.launch_reflect(h, silu, double)
+    assert error(out, reflect.reflect_pad(h.double(), silu, double)) < 1e-3
+    assert out.is_contiguous(memory_format=torch.channels_last)
+
+
+@interpreted
+@given(shape=SMALL_MAPS, last=st.booleans(), radius=st.integers(0, 3), seed=st.integers(0, 9))
+@settings(max_examples=10, deadline=None)
+def test_correlation_is_the_references(shape, last, radius, seed):
+    torch.manual_seed(seed)
+    layout = torch.channels_last if last else torch.contiguous_format
+    a, b = (x.to(memory_format=layout) for x in torch.randn(2, *shape))
+    out = local_correlation.launch_correlation(a, b, radius)
+    torch.testing.assert_close(out, local_correlation.local_correlation(a, b, radius), atol=1e-5, rtol=1e-5)
+
+
+def test_correlation_peaks_at_the_shift():
+    a = F.normalize(torch.randn(1, 16, 12, 12), dim=1)
+    b = torch.roll(a, (1, -2), (2, 3))
+    best = local_correlation.local_correlation(a, b, 3).argmax(1)[0, 4:8, 4:8]
+    assert (best == (3 + 1) * 7 + (3 - 2)).all()
+
+
 HEADS = st.tuples(st.integers(1, 3), st.integers(1, 70), st.sampled_from([16, 40, 64, 80]))
 
 
@@ -603,6 +636,25 @@ def test_compiled_norms_are_pytorchs(shape, last):
     weight, bias = torch.randn(2, shape[1], device="cuda")
     wanted = F.silu(F.group_norm(h.double(), 32, weight.double(), bias.double(), 1e-5))
     assert error(st_norm.group_norm(h, 32, weight, bias, 1e-5, silu=True), wanted) < 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2, 160, 135, 240), (3, 24, 33, 17), (1, 3, 1080, 1920), (1, 32, 2, 2)])
+@pytest.mark.parametrize(("silu", "double"), [(False, False), (True, False), (False, True)])
+def test_compiled_borders_are_pytorchs(shape, silu, double):
+    h = torch.randn(shape, device="cuda").half().to(memory_format=torch.channels_last)
+    assert (
+        error(reflect.reflect_pad(h, silu, double), reflect.reflect_pad(h.double().cpu(), silu, double).cuda()) < 1e-3
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(("shape", "radius"), [((2, 32, 270, 480), 3), ((1, 96, 9, 17), 4), ((3, 48, 1, 5), 3)])
+def test_compiled_correlation_is_the_references(shape, radius, layout):
+    a, b = (x.to(memory_format=layout) for x in torch.randn(2, *shape, device="cuda"))
+    wanted = local_correlation.local_correlation(a.cpu(), b.cpu(), radius).cuda()
+    torch.testing.assert_close(local_correlation.local_correlation(a, b, radius), wanted, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.gpu

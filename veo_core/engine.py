@@ -28,6 +28,7 @@ from .sampling.timeline import Timeline
 from .sampling.windows import Window, windows_of
 from .store import RunStore
 from .style.encoder import Style
+from .transfer import put
 from .video.reader import Clip, Frame
 from .video.scenes import Survey, of_scene, survey
 from .video.writer import short_name
@@ -188,6 +189,7 @@ class Stylizer:
         store = self._open_store(clip, style, options, timeline, folder)
         try:
             self._denoise_into(store, clip, timeline, conditions, options, plan, monitor)
+            store.flush()
         except BaseException:
             store.close()
             raise
@@ -292,9 +294,9 @@ class Stylizer:
             monitor(Progress("decode", first, total))
             stop = first + latents.plan.decode_chunk
             count = min(stop if latents.timeline.factor == 1 else latents.timeline.group(first)[1], end) - first
-            motion = store.read("motion", first, count).to(self.backbone.device)
+            motion = put(store.read("motion", first, count), self.backbone.device)
             if latents.timeline.factor == 1:
-                z = store.read("latents", first, count).to(self.backbone.device)
+                z = put(store.read("latents", first, count), self.backbone.device)
                 shown = self._fused(z, motion, fusion, latents.plan.decode_chunk, graphs)
             else:
                 shown = fusion(self._decoded_group(latents, first, first + count), motion)
@@ -416,6 +418,7 @@ class _Sites:
         # A causal autoencoder's result depends on what it is given together: there it is the window.
         self.chunk = chunk if timeline.factor == 1 else None
         self.graphs = graphs
+        self._anchor: dict[int, Tensor] = {}
         self.content, self.motion = state.content, state.motion
         self.next = window.start + window.shared
         first = timeline.frame(self.next)
@@ -448,6 +451,7 @@ class _Sites:
             before_chunk(self.timeline.frame(self.next))
             self._take(window, min(self.chunk or window.end, window.end - self.next))
         if window.start == window.scene.start == window.scene.anchor:
+            self._anchor = {window.scene.anchor: self.content[:1].clone()}
             self.store.save_state(f"anchor-{window.scene.anchor}", {"content": self.content[:1]})
         if self.timeline.factor > 1:
             return self.content, None
@@ -498,8 +502,11 @@ class _Sites:
 
     def anchor(self, window: Window) -> Tensor:
         """Content latent ``[1, C, h, w]`` of the scene's anchor frame, of this scene or of the one it returns to."""
-        tensors, _ = self.store.load_state(f"anchor-{window.scene.anchor}")
-        return tensors["content"].to(self.backbone.device)
+        frame = window.scene.anchor
+        if frame not in self._anchor:
+            tensors, _ = self.store.load_state(f"anchor-{frame}")
+            self._anchor = {frame: put(tensors["content"], self.backbone.device)}
+        return self._anchor[frame]
 
     def save(self, state: _RunState, window: Window) -> None:
         """Records that a window is done, with what the next one takes over."""

@@ -8,6 +8,9 @@ import json
 import os
 import re
 import shutil
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,12 +18,15 @@ import numpy as np
 import torch
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.numpy import save_file
 from torch import Tensor
 
 from .errors import OutputError
+from .transfer import fetch
 
 FORMAT = 3
+# Pieces that wait to be written.
+PENDING = 4
 
 
 class RunStore:
@@ -49,6 +55,9 @@ class RunStore:
             raise OutputError(f"{folder} is in use by another run; wait for it, or choose another output folder") from e
         except OSError as e:
             raise OutputError(f"{folder} cannot be written ({e.strerror}); choose another output folder") from e
+        # What is kept is written in order on a thread, while the next is computed.
+        self._writing = ThreadPoolExecutor(1, "veostyle-store")
+        self._pending: deque[Future] = deque()
         try:
             self.resumed = self._matches()
             os.utime(folder)
@@ -90,37 +99,67 @@ class RunStore:
         return np.memmap(self.folder / f"{name}.f32", np.float32, mode, first * frame, (count, *shape[1:]))
 
     def write(self, name: str, first: int, values: Tensor) -> None:
-        """Stores frames ``[n, ...]`` from index ``first`` on."""
+        """Stores frames ``[n, ...]`` from index ``first`` on. They must not change until the next :meth:`read`."""
         if not len(values):
             return
-        # What is mapped outlives the process without being flushed.
-        self._slice(name, first, len(values), "r+")[:] = values.detach().float().cpu().numpy()
+        place = self._slice(name, first, len(values), "r+")
+        arrived, array = fetch(values.float())
+
+        def keep() -> None:
+            arrived()
+            # What is mapped outlives the process without being flushed.
+            place[:] = array
+
+        self._later(keep)
+
+    def _later(self, work: Callable[[], None]) -> None:
+        """Does something after all that was asked for before; raises what that raised."""
+        self._await(PENDING)
+        self._pending.append(self._writing.submit(work))
+
+    def flush(self) -> None:
+        """Waits until all is written; raises OutputError where something could not be."""
+        self._await(0)
+
+    def _await(self, left: int) -> None:
+        while len(self._pending) > left:
+            self._pending.popleft().result()
 
     def read(self, name: str, first: int, count: int) -> Tensor:
         """Frames ``[count, ...]`` from index ``first``, float32, on the CPU."""
+        self.flush()
         return torch.from_numpy(np.array(self._slice(name, first, count, "r")))
 
     def mapped(self, name: str) -> Tensor:
         """The whole array as a tensor over the file: read where it is touched, changes are not written back."""
+        self.flush()
         return torch.from_numpy(self._slice(name, 0, self.shapes[name][0], "c"))
 
     def save_state(self, name: str, tensors: dict[str, Tensor], **facts: int | str) -> None:
         """Replaces a small named state in one step; what was written before is on disk by then."""
-        tensors = {k: v.detach().float().cpu().contiguous() for k, v in tensors.items()}
+        fetched = {k: fetch(v.float().contiguous()) for k, v in tensors.items()}
         part = self.folder / f"{name}.part"
-        try:
-            save_file(tensors, part, {k: str(v) for k, v in facts.items()})
-            os.replace(part, self.folder / f"{name}.safetensors")
-        except (OSError, SafetensorError) as e:
-            part.unlink(missing_ok=True)
-            raise self._failure(e) from e
+
+        def keep() -> None:
+            for arrived, _ in fetched.values():
+                arrived()
+            try:
+                save_file({k: array for k, (_, array) in fetched.items()}, part, {k: str(v) for k, v in facts.items()})
+                os.replace(part, self.folder / f"{name}.safetensors")
+            except (OSError, SafetensorError) as e:
+                part.unlink(missing_ok=True)
+                raise self._failure(e) from e
+
+        self._later(keep)
 
     def drop_state(self, name: str) -> None:
         """Forgets a named state."""
+        self.flush()
         (self.folder / f"{name}.safetensors").unlink(missing_ok=True)
 
     def load_state(self, name: str) -> tuple[dict[str, Tensor], dict[str, str]] | None:
         """The named state and its facts, or None before the first."""
+        self.flush()
         path = self.folder / f"{name}.safetensors"
         if not path.is_file():
             return None
@@ -132,10 +171,12 @@ class RunStore:
 
     def close(self) -> None:
         """Lets another run use the folder. What is stored stays."""
+        wait(self._pending)
         self._lock.release()
 
     def remove(self) -> None:
         """Deletes everything that the run kept."""
+        wait(self._pending)
         with contextlib.suppress(OSError):
             _clear(self.folder)
         _unlock(self._lock)

@@ -160,7 +160,8 @@ def make_plan(
     stages = captured if graphs else stages
     cache = {stage: peaks.cached(stage, count) for stage, count in counts.items()}
     frame = 4 * 3 * size[0] * size[1]
-    host = 0 if device.type == "cpu" else HOST_FIXED + frame * (3 * max(encode, decode) + 6)
+    host = HOST_FIXED + frame * (3 * max(encode, decode) + 6) + 2 * options.window * peaks.disk
+    host = 0 if device.type == "cpu" else host
     return MemoryPlan(device, budget, weights, encode, decode, stages, host, peaks.disk, cache, reserve, graphs)
 
 

@@ -10,6 +10,7 @@ from einops import rearrange
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from ...kernels.local_correlation import local_correlation
 from ..errors import ModelError
 from .warp import warp
 
@@ -19,21 +20,6 @@ BUNDLED = Path(__file__).parents[1] / "weights" / "veo-mini.safetensors"
 
 def _conv(cin: int, cout: int, stride: int = 1) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(cin, cout, 3, stride, 1), nn.LeakyReLU(0.1))
-
-
-def local_correlation(a: Tensor, b: Tensor, radius: int) -> Tensor:
-    """Cosine-like similarity of each position of ``a`` with a square neighbourhood in ``b``.
-
-    Args:
-        a, b: ``[n, C, H, W]``.
-
-    Returns:
-        ``[n, (2 radius + 1)^2, H, W]``, channel means of the products.
-    """
-    h, w = a.shape[-2:]
-    b = F.pad(b, [radius] * 4)
-    span = range(2 * radius + 1)
-    return torch.stack([(a * b[..., y : y + h, x : x + w]).mean(1) for y in span for x in span], dim=1)
 
 
 class _Level(nn.Module):

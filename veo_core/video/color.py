@@ -7,6 +7,7 @@ at 16. Here it only changes chroma sampling and bit depth (to and from yuv444p16
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import av
@@ -14,6 +15,8 @@ import numpy as np
 import torch
 from av.video.reformatter import Interpolation, VideoReformatter
 from torch import Tensor
+
+from ..transfer import staged
 
 SWS_FLAGS = int(Interpolation.BICUBIC) | 0x40000 | 0x2000  # SWS_ACCURATE_RND, SWS_FULL_CHR_H_INT
 
@@ -147,10 +150,15 @@ class Codes:
         depth = frame.format.components[0].bits
         return cls(planes, tags, float(((1 << depth) - 1) << (16 - depth)))
 
-    def on(self, device: torch.device) -> Tensor:
-        """RGB float32 ``[3, H, W]`` in 0..1, made on a device."""
-        codes = torch.from_numpy(self.planes[:3].view(np.int16)).to(device)
-        return torch.stack(self.matrixed((codes.int() & 0xFFFF).float())).clamp(0, 1)
+    def staged(self, device: torch.device) -> Callable[[], Tensor]:
+        """What makes RGB float32 ``[3, H, W]`` in 0..1 on a device; the processor's work is done here."""
+        codes = staged(torch.from_numpy(self.planes[:3].view(np.int16)), device)
+
+        def rgb() -> Tensor:
+            there = codes.to(device, non_blocking=True).int() & 0xFFFF
+            return torch.stack(self.matrixed(there.float())).clamp(0, 1)
+
+        return rgb
 
     def matrixed(self, planes: np.ndarray | Tensor) -> list:
         """R, G and B of these planes in float32, not clipped (ITU-T H.273, 8.3)."""

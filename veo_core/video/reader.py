@@ -122,8 +122,8 @@ class Clip:
     def _converted(self, index: int, time: Fraction, decoded: Decoded, device: torch.device) -> Callable[[], Frame]:
         """What makes a frame where it is wanted, its work on the processor done."""
         if device.type != "cpu" and decoded.codes is not None:
-            codes = decoded.codes()
-            return lambda: Frame(index, time, self._resize(codes.on(device)))
+            rgb = decoded.codes().staged(device)
+            return lambda: Frame(index, time, self._resize(rgb()))
         image, alpha = decoded.convert()
         image, alpha = self._resize(image), None if alpha is None else self._resize(alpha)
         return lambda: Frame(index, time, image.to(device), alpha)

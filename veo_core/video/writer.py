@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, OutputError
+from ..transfer import fetch
 from .ahead import DEPTH, WORKERS
 from .audio import AudioPieces, AudioTrack, Waveform, copied_packets, copies, cut_to, open_audio
 from .codecs import OutputFormat, sound_settings
@@ -249,7 +250,7 @@ class VideoWriter(_Output):
             alpha: ``[n, 1, H, W]`` in 0..1, for formats that carry it.
         """
         on_device = self._codes(frames)
-        arrived, pixels = _fetched(frames.detach().float() if on_device is None else on_device)
+        arrived, pixels = fetch(frames.float() if on_device is None else on_device)
         masks = [None] * len(pixels) if alpha is None else alpha.detach().float().cpu().numpy()
         for image, mask, time in zip(pixels, masks, times, strict=True):
             pts = round(time / self.time_base)
@@ -318,16 +319,6 @@ class VideoWriter(_Output):
         for threads in (self._converting, self._encoding):
             threads.shutdown(cancel_futures=True)
         super()._discard()
-
-
-def _fetched(x: Tensor) -> tuple[Callable[[], None], np.ndarray]:
-    """An array that holds a tensor's values once the call beside it has returned; a GPU goes on meanwhile."""
-    if x.device.type != "cuda":
-        return lambda: None, x.cpu().numpy()
-    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-    return event.synchronize, host.numpy()
 
 
 class _Joined(_Output):

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from ....kernels.reflect import reflect_pad
 
 FACTOR = 8
 LATENT_CHANNELS = 32
 
 
-def conv3(cin: int, cout: int, stride: int = 1) -> nn.Conv2d:
-    """3x3 convolution with reflected borders: zeros leave a dark line along the edge of the picture, repeats leave streaks."""
-    return nn.Conv2d(cin, cout, 3, stride, 1, padding_mode="reflect")
+class Conv3(nn.Conv2d):
+    """3x3 convolution with reflected borders: zeros leave a dark line along the edge of the picture, repeats leave streaks.
+
+    Args:
+        silu: takes SiLU of its input. double: doubles its input bilinearly, which leaves no checkerboard.
+    """
+
+    def __init__(self, cin: int, cout: int, stride: int = 1, silu: bool = False, double: bool = False):
+        super().__init__(cin, cout, 3, stride)
+        self.silu, self.double = silu, double
+
+    def forward(self, h: Tensor) -> Tensor:
+        return super().forward(reflect_pad(h, self.silu, self.double))
 
 
 class ResidualBlock(nn.Module):
@@ -20,24 +31,24 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, channels: int):
         super().__init__()
-        self.conv1 = conv3(channels, channels)
-        self.conv2 = conv3(channels, channels)
+        self.conv1 = Conv3(channels, channels, silu=True)
+        self.conv2 = Conv3(channels, channels, silu=True)
         nn.init.zeros_(self.conv2.weight)
         nn.init.zeros_(self.conv2.bias)
 
     def forward(self, h: Tensor) -> Tensor:
-        return h + self.conv2(F.silu(self.conv1(F.silu(h))))
+        return h + self.conv2(self.conv1(h))
 
 
 class Upsample(nn.Module):
-    """Bilinear doubling, then a convolution: no checkerboard."""
+    """Doubling, and a convolution."""
 
     def __init__(self, cin: int, cout: int):
         super().__init__()
-        self.conv = conv3(cin, cout)
+        self.conv = Conv3(cin, cout, double=True)
 
     def forward(self, h: Tensor) -> Tensor:
-        return self.conv(F.interpolate(h, scale_factor=2, mode="bilinear", align_corners=False))
+        return self.conv(h)
 
 
 class Autoencoder(nn.Module):
@@ -48,21 +59,22 @@ class Autoencoder(nn.Module):
 
     def __init__(self):
         super().__init__()
+        # The identities keep the numbers under which weights are saved.
         self.encoder = nn.Sequential(
-            conv3(3, 32),
-            nn.SiLU(),
-            conv3(32, 64, stride=2),
+            Conv3(3, 32),
+            nn.Identity(),
+            Conv3(32, 64, stride=2, silu=True),
             ResidualBlock(64),
-            conv3(64, 128, stride=2),
+            Conv3(64, 128, stride=2),
             ResidualBlock(128),
-            conv3(128, 160, stride=2),
+            Conv3(128, 160, stride=2),
             ResidualBlock(160),
             ResidualBlock(160),
-            nn.SiLU(),
-            conv3(160, LATENT_CHANNELS),
+            nn.Identity(),
+            Conv3(160, LATENT_CHANNELS, silu=True),
         )
         self.decoder = nn.Sequential(
-            conv3(LATENT_CHANNELS, 160),
+            Conv3(LATENT_CHANNELS, 160),
             ResidualBlock(160),
             ResidualBlock(160),
             Upsample(160, 96),
@@ -72,10 +84,10 @@ class Autoencoder(nn.Module):
             ResidualBlock(64),
             ResidualBlock(64),
             Upsample(64, 32),
-            nn.SiLU(),
-            conv3(32, 24),
-            nn.SiLU(),
-            conv3(24, 3),
+            nn.Identity(),
+            Conv3(32, 24, silu=True),
+            nn.Identity(),
+            Conv3(24, 3, silu=True),
         )
         self.register_buffer("latent_mean", torch.zeros(LATENT_CHANNELS, 1, 1))
         self.register_buffer("latent_std", torch.ones(LATENT_CHANNELS, 1, 1))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...layers.cross_frame_attention import CrossFrameStyleAttention
 from ...layers.st_norm import STNorm, TemporalContext
 from ...motion.warp import warp
-from .autoencoder import LATENT_CHANNELS, Upsample, conv3
+from .autoencoder import LATENT_CHANNELS, Conv3, Upsample
 
 
 class MotionPath(nn.Module):
@@ -23,9 +23,9 @@ class MotionPath(nn.Module):
 
     def __init__(self, channels: int):
         super().__init__()
-        self.spatial = conv3(LATENT_CHANNELS, channels)
+        self.spatial = Conv3(LATENT_CHANNELS, channels)
         self.temporal = nn.Conv2d(2 * channels + 1, channels, 1)
-        self.out = conv3(channels, channels)
+        self.out = Conv3(channels, channels, silu=True)
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
 
@@ -37,7 +37,7 @@ class MotionPath(nn.Module):
         before = torch.cat([clips[:, :1], clips[:, :-1]], dim=1).flatten(0, 1)
         trust = motion[:, 2:].to(h.dtype)
         before = torch.lerp(h, warp(before, motion[:, :2]), trust)
-        return self.out(F.silu(self.temporal(torch.cat([h, before, trust], dim=1))))
+        return self.out(self.temporal(torch.cat([h, before, trust], dim=1)))
 
 
 class StyleBlock(nn.Module):
@@ -46,9 +46,9 @@ class StyleBlock(nn.Module):
     def __init__(self, cin: int, cout: int, condition_dim: int, keys: itertools.count):
         super().__init__()
         self.norm1 = STNorm(cin, condition_dim, f"st_norm.{next(keys)}")
-        self.conv1 = conv3(cin, cout)
+        self.conv1 = Conv3(cin, cout)
         self.norm2 = STNorm(cout, condition_dim, f"st_norm.{next(keys)}")
-        self.conv2 = conv3(cout, cout)
+        self.conv2 = Conv3(cout, cout)
         self.skip = nn.Conv2d(cin, cout, 1) if cin != cout else nn.Identity()
         nn.init.zeros_(self.conv2.weight)
         nn.init.zeros_(self.conv2.bias)
@@ -74,13 +74,13 @@ class UNet(nn.Module):
         def block(cin: int, cout: int) -> StyleBlock:
             return StyleBlock(cin, cout, width, keys)
 
-        self.stem = conv3(2 * LATENT_CHANNELS, a)
+        self.stem = Conv3(2 * LATENT_CHANNELS, a)
         self.motion = MotionPath(a)
         self.in1 = nn.ModuleList([block(a, a), block(a, a)])
-        self.down1 = conv3(a, b, stride=2)
+        self.down1 = Conv3(a, b, stride=2)
         self.in2 = nn.ModuleList([block(b, b), block(b, b)])
         self.attend_in2 = CrossFrameStyleAttention(b, width)
-        self.down2 = conv3(b, c, stride=2)
+        self.down2 = Conv3(b, c, stride=2)
         self.middle = nn.ModuleList([block(c, c) for _ in range(4)])
         self.attend_middle = nn.ModuleList([CrossFrameStyleAttention(c, width) for _ in range(2)])
         self.up2 = Upsample(c, b)
@@ -88,7 +88,7 @@ class UNet(nn.Module):
         self.attend_out2 = CrossFrameStyleAttention(b, width)
         self.up1 = Upsample(b, a)
         self.out1 = nn.ModuleList([block(2 * a, a), block(a, a)])
-        self.head = conv3(a, LATENT_CHANNELS)
+        self.head = Conv3(a, LATENT_CHANNELS, silu=True)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
@@ -132,4 +132,4 @@ class UNet(nn.Module):
         h = torch.cat([self.up1(h), skip1], dim=1)
         for block in self.out1:
             h = block(h, condition, context)
-        return given + self.head(F.silu(h))[..., :height, :width].to(given.dtype)
+        return given + self.head(h)[..., :height, :width].to(given.dtype)
