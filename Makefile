@@ -19,7 +19,7 @@ demo: $(BIN)/veostyle
 	$(BIN)/veostyle stylize --video_path examples/city.mp4 --style_image examples/great_wave.jpg --output_dir output
 
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -17,6 +18,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 ROOT = Path(__file__).parents[1]
+# `python -m pytest` puts the root first, where `kernels` would stand before Hugging Face's.
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
 EXAMPLES = ROOT / "examples"
 BITS = 8
 

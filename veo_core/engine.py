@@ -451,7 +451,7 @@ class _Sites:
             before_chunk(self.timeline.frame(self.next))
             self._take(window, min(self.chunk or window.end, window.end - self.next))
         if window.start == window.scene.start == window.scene.anchor:
-            self._anchor = {window.scene.anchor: self.content[:1].clone()}
+            self._anchor = {window.scene.anchor: self.content[:1].clone(memory_format=torch.contiguous_format)}
             self.store.save_state(f"anchor-{window.scene.anchor}", {"content": self.content[:1]})
         if self.timeline.factor > 1:
             return self.content, None

@@ -10,7 +10,7 @@ import re
 import shutil
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -171,12 +171,12 @@ class RunStore:
 
     def close(self) -> None:
         """Lets another run use the folder. What is stored stays."""
-        wait(self._pending)
+        self._writing.shutdown()
         self._lock.release()
 
     def remove(self) -> None:
         """Deletes everything that the run kept."""
-        wait(self._pending)
+        self._writing.shutdown()
         with contextlib.suppress(OSError):
             _clear(self.folder)
         _unlock(self._lock)
