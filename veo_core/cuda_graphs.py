@@ -13,7 +13,7 @@ from torch import Tensor
 
 # Latent pixels of a batch up to which launching takes longer than computing, on an H200 with SD 1.5's UNet.
 LAUNCH_BOUND = 8 * 64 * 64
-CAPTURE_AFTER = 1
+CAPTURE_AFTER = 2
 
 
 def captures(device: torch.device) -> bool:
@@ -77,7 +77,7 @@ class _Captured:
 class CudaGraphs:
     """Graphs by key. A key stands for everything that a call reads besides its tensors' values.
 
-    A call runs as it is the first time, so that libraries have set themselves up; then it is captured, with
+    A call runs as it is the first two times, so that libraries have set themselves up; then it is captured, with
     inputs copied into buffers of its own. What the call reads besides its inputs (weights, an adapter's factors) must live
     as long as this object. All graphs share one pool of memory, freed with this object.
 

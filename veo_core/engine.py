@@ -273,12 +273,14 @@ class Stylizer:
         end: int | None = None,
         fusion: TemporalFusion | None = None,
         monitor: Monitor = ignore,
+        graphs: CudaGraphs | None = None,
     ) -> Iterator[Tensor]:
         """Decodes frames ``begin`` to ``end`` and fuses them along their motion, chunk by chunk, in order.
 
         Args:
             fusion: holds the fused frame before ``begin``, and after each chunk the last one; None begins anew, by the
                 run's own amount.
+            graphs: of the calls before, for a run that is decoded in several; None begins anew.
 
         Yields:
             Frames ``[n, 3, H, W]`` in 0..1 at the clip's size on the backbone's device.
@@ -287,7 +289,7 @@ class Stylizer:
         maker = store.manifest["model"][0]
         if maker != self.backbone.name:
             raise InputError(f"latent was made by {maker}, and the model is {self.backbone.name}; give the same model")
-        fusion, graphs = fusion or TemporalFusion(latents.fusion), CudaGraphs(latents.plan.graphs)
+        fusion, graphs = fusion or TemporalFusion(latents.fusion), graphs or CudaGraphs(latents.plan.graphs)
         end = total if end is None else end
         first = begin
         while first < end:
@@ -319,7 +321,7 @@ class Stylizer:
         count = len(z)
         if graphs.enabled:
             z, motion = fill(z, chunk), fill(motion, chunk)
-        shown, fused = graphs("decode", decode, z, motion, last)
+        shown, fused = graphs(("decode", fusion.amount), decode, z, motion, last)
         fusion.last = fused[count - 1 : count].clone()
         return shown[:count]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .cuda_graphs import CudaGraphs
 from .engine import Monitor, Progress, StylizedLatents, Stylizer, ignore
 from .motion.fusion import TemporalFusion
 from .store import RunStore
@@ -70,14 +71,15 @@ def render(
     audio = cut_to(audio, latents.survey.duration)
     settings = writer_settings(clip, output) | {"time_base": tick(list(times), 1 / clip.nominal_rate)}
     try_settings(path, audio=audio, metadata=metadata, **settings)
+    graphs = CudaGraphs(latents.plan.graphs)
     if not output.joins:
         with (
             VideoWriter(path, audio=audio, metadata=metadata, **settings) as writer,
             closing(_Transparency(clip)) as alpha,
         ):
-            _write(engine, latents, writer, 0, len(times), TemporalFusion(fusion), alpha, monitor)
+            _write(engine, latents, writer, 0, len(times), TemporalFusion(fusion), alpha, monitor, graphs)
         return path
-    parts = _segments(engine, latents, settings, fusion, monitor)
+    parts = _segments(engine, latents, settings, fusion, monitor, graphs)
     join(parts, path, output, audio, metadata, lambda: monitor(Progress("decode", len(times), len(times))))
     return path
 
@@ -91,10 +93,11 @@ def _write(
     fusion: TemporalFusion,
     alpha: _Transparency,
     monitor: Monitor,
+    graphs: CudaGraphs,
 ) -> None:
     """Decodes frames ``begin`` to ``end`` into a writer, with the source's transparency where it is written."""
     times, done = latents.survey.times, begin
-    with closing(engine.decode(latents, begin, end, fusion, monitor)) as chunks:
+    with closing(engine.decode(latents, begin, end, fusion, monitor, graphs)) as chunks:
         for frames in chunks:
             stamps = [t - times[begin] for t in times[done : done + len(frames)]]
             writer.write(frames, stamps, alpha.of(done, len(frames)) if writer.alpha else None)
@@ -122,7 +125,12 @@ class _Transparency:
 
 
 def _segments(
-    engine: Stylizer, latents: StylizedLatents, settings: dict, amount: float, monitor: Monitor
+    engine: Stylizer,
+    latents: StylizedLatents,
+    settings: dict,
+    amount: float,
+    monitor: Monitor,
+    graphs: CudaGraphs,
 ) -> list[tuple[Path, Fraction]]:
     times, store, output = latents.survey.times, latents.store, settings["output"]
     name = f"segment-{output.codec}-{output.crf}-{output.bitrate}-{int(output.deep)}-{amount:g}".replace(".", "_")
@@ -140,7 +148,7 @@ def _segments(
             fusion = TemporalFusion(amount, None if saved is None else saved[0]["frame"].to(engine.backbone.device))
             with ExitStack() as opened:
                 writer = opened.enter_context(VideoWriter(part, **settings))
-                _write(engine, latents, writer, begin, end, fusion, alpha, monitor)
+                _write(engine, latents, writer, begin, end, fusion, alpha, monitor, graphs)
                 store.save_state(f"{name}-fused-{end:08d}", {"frame": fusion.last})
                 if finished is not None:
                     finished.result()
