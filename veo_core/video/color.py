@@ -197,7 +197,7 @@ def from_rgb(rgb: np.ndarray, pixel_format: str, tags: ColorTags, alpha: np.ndar
     codes = yuv_codes(planes[:3], depth, tags)
     if with_alpha:
         codes.append(planes[3] * ((1 << depth) - 1))
-    # Rounded at the encoder's depth here: the shift that follows is then exact.
+    # Rounded once, at the encoder's depth.
     return from_codes(np.clip(np.rint(np.stack(codes)), 0, (1 << depth) - 1).astype(np.uint16), pixel_format, tags)
 
 
@@ -217,9 +217,12 @@ def yuv_codes(rgb: np.ndarray | Tensor, depth: int, tags: ColorTags) -> list:
 def from_codes(codes: np.ndarray, pixel_format: str, tags: ColorTags) -> av.VideoFrame:
     """Codes ``[3 or 4, H, W]`` of a YUV format's depth, one a pixel, to a frame of that format."""
     depth = max(c.bits for c in av.VideoFormat(pixel_format).components)
-    pixels = codes.astype(np.uint16) << (16 - depth)
-    name = "yuva444p16le" if len(codes) == 4 else "yuv444p16le"
-    frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(np.moveaxis(pixels, 0, -1)), format=name, channel_last=True)
+    # In planes of the depth itself: swscale takes a fifth of the time that it takes from 16 bits, and rounds better.
+    name = ("yuva444p" if len(codes) == 4 else "yuv444p") + ("" if depth == 8 else f"{depth}le")
+    frame = av.VideoFrame(codes.shape[2], codes.shape[1], name)
+    for plane, values in zip(frame.planes, codes, strict=True):
+        rows = np.frombuffer(plane, np.uint8 if depth == 8 else np.dtype("<u2")).reshape(len(values), -1)
+        rows[:, : values.shape[1]] = values
     range_code = 2 if tags.full else 1
     frame = reformat(
         frame, format=pixel_format, interpolation=SWS_FLAGS, src_color_range=range_code, dst_color_range=range_code
