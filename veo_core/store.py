@@ -10,7 +10,7 @@ import re
 import shutil
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -170,13 +170,13 @@ class RunStore:
             raise OutputError(f"{path} is damaged ({e}); delete {self.folder} to begin anew") from e
 
     def close(self) -> None:
-        """Lets another run use the folder. What is stored stays."""
-        self._writing.shutdown()
+        """Lets another run use the folder. What is stored stays, and can be read and added to."""
+        wait(self._pending)
         self._lock.release()
 
     def remove(self) -> None:
         """Deletes everything that the run kept."""
-        self._writing.shutdown()
+        wait(self._pending)
         with contextlib.suppress(OSError):
             _clear(self.folder)
         _unlock(self._lock)
