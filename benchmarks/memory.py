@@ -53,7 +53,12 @@ def one_run(video: Path, device: str, out: Path) -> dict[str, float]:
     mib = 1 << 20
     stages = {}
     if device == "cuda":
-        peaks = StagePeaks(backbone, engine.flow, padded_size(clip.size, 8), StylizeOptions().for_backbone(backbone))
+        peaks = StagePeaks(
+            backbone,
+            engine.flow,
+            padded_size(clip.size, 8),
+            StylizeOptions().for_backbone(backbone.defaults, backbone.reads),
+        )
         for count in (1, plan.decode_chunk):
             for stage, job in peaks.jobs(count).items():
                 torch.cuda.empty_cache()

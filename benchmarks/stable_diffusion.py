@@ -262,7 +262,9 @@ def main() -> None:
             return
     stages = {}
     if a.device == "cuda" and not a.headline:
-        stages = stage_peaks(engine, whole.for_backbone(backbone), a.side, predicted.decode_chunk)
+        stages = stage_peaks(
+            engine, whole.for_backbone(backbone.defaults, backbone.reads), a.side, predicted.decode_chunk
+        )
     del runs, make, first, engine, backbone, parts
     gc.collect()
     torch.cuda.empty_cache()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import comfy.model_management
 import comfy.sample
@@ -17,22 +17,19 @@ from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
 from ..kernels.cross_frame_attention import cross_frame_attention, takes
-from ..veo_core.backbones.base import DIFFUSION, Defaults
+from ..veo_core.backbones.base import DIFFUSION
 from ..veo_core.backbones.stable_diffusion.text import TextEmbedding
 from ..veo_core.errors import InputError, ModelError
 from ..veo_core.layers.st_norm import TemporalContext, calibrate
 from ..veo_core.layers.style_session import Site, StyleSession, pooled_moments, sites_of
 from ..veo_core.memory.trace import declare_handed, declare_workspace, tracing
+from ..veo_core.options import Defaults, StylizeOptions
 from ..veo_core.sampling.noise import frame_noise
+from ..veo_core.sampling.sampler import WindowJob
 from ..veo_core.sampling.schedule import steps_done
-from ..veo_core.style.encoder import cover
-
-if TYPE_CHECKING:
-    from ..veo_core.options import StylizeOptions
-    from ..veo_core.sampling.sampler import WindowJob
-    from ..veo_core.style.encoder import Style
-    from ..veo_core.style.prompts import Prompts
-    from ..veo_core.video.scenes import Survey
+from ..veo_core.style.encoder import Style, cover
+from ..veo_core.style.prompts import Prompts
+from ..veo_core.video.scenes import Survey
 
 KEY = "veostyle"
 ADAPTIVE = ("dpm_adaptive",)

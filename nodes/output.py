@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
@@ -43,8 +42,7 @@ class Frames(io.ComfyNode):
         from ..veo_core.video.reader import read_frames
 
         clip, _ = clip_of(video)
-        told = CanvasMonitor(cls.hidden.unique_id).counter("reading")
-        return io.NodeOutput(read_frames(clip, first, count, lambda index: told(index, first + count)))
+        return io.NodeOutput(read_frames(clip, first, count, CanvasMonitor(cls.hidden.unique_id)))
 
 
 class Compare(io.ComfyNode):
@@ -82,8 +80,8 @@ class Compare(io.ComfyNode):
 
         result, audio = clip_of(video)
         path = temporary_path(f"{source.path.stem}_{layout}.mp4")
-        count = CanvasMonitor(cls.hidden.unique_id).counter("comparing")
-        compare(source, result, path, layout, audio=clip_audio(result) or track_of(audio), progress=count)
+        sound = clip_audio(result) or track_of(audio)
+        compare(source, result, path, layout, audio=sound, monitor=CanvasMonitor(cls.hidden.unique_id))
         return io.NodeOutput(VideoFromFile(str(path)))
 
 
@@ -150,14 +148,14 @@ class SaveVideo(io.ComfyNode):
             p for number in count(counter) if not (p := Path(folder) / f"{name}_{number:05}_{output.suffix}").exists()
         )
         sound = clip_audio(clip) or track_of(audio)
-        told = CanvasMonitor(cls.hidden.unique_id).counter("saving")
-        save_clip(clip, path, output, audio=sound, metadata=workflow_tags(cls.hidden), progress=told)
-        shown = _shown(path, subfolder, told)
+        monitor = CanvasMonitor(cls.hidden.unique_id)
+        save_clip(clip, path, output, audio=sound, metadata=workflow_tags(cls.hidden), monitor=monitor)
+        shown = _shown(path, subfolder, monitor)
         show_text(str(Path(subfolder, path.name)), cls.hidden.unique_id)
         return io.NodeOutput(str(path), ui=ui.PreviewVideo(shown))
 
 
-def _shown(path: Path, subfolder: str, progress: Callable[[int, int], None]) -> list[ui.SavedResult]:
+def _shown(path: Path, subfolder: str, monitor: CanvasMonitor) -> list[ui.SavedResult]:
     """The saved file; of a folder of pictures the first; before what no browser plays a small copy for the node."""
     from ..veo_core.errors import VeoError
     from ..veo_core.video.preview import plays_in_browser, preview
@@ -170,7 +168,7 @@ def _shown(path: Path, subfolder: str, progress: Callable[[int, int], None]) -> 
         saved = open_clip(path)
         if plays_in_browser(saved):
             return [result]
-        copy = preview(saved, Path(folder_paths.get_temp_directory()), progress)
+        copy = preview(saved, Path(folder_paths.get_temp_directory()), monitor)
     except VeoError as e:
         # The file is saved; that it cannot be shown must not say otherwise.
         log.warning("VeoStyle: %s is saved and cannot be shown: %s", path, e)

@@ -97,7 +97,7 @@ def _cuts(settings: dict, check: Callable) -> dict:
 
     clip = opened(**settings)
     part = beginning(clip, SURVEYED)
-    seen = survey(part, progress=check)
+    seen = survey(part, monitor=check)
     cuts = [round(float(seen.times[s.start]), 2) for s in seen.scenes[1:]]
     whole = seen.frames < SURVEYED and (clip.duration == part.duration or seen.duration < part.duration)
     return {"cuts": cuts, "frames": seen.frames, "seconds": float(seen.duration), "whole": whole}

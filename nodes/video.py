@@ -226,9 +226,9 @@ class Scenes(io.ComfyNode):
         from ..veo_core.video.scenes import survey
         from ..veo_core.video.sheet import contact_sheet, describe_scenes
 
-        count = CanvasMonitor(cls.hidden.unique_id).counter("survey")
-        seen = survey(clip, progress=lambda done: count(done, 0))
-        sheet = contact_sheet(clip, seen, lambda index: count(index, seen.frames))[None]
+        monitor = CanvasMonitor(cls.hidden.unique_id)
+        seen = survey(clip, monitor=monitor)
+        sheet = contact_sheet(clip, seen, monitor)[None]
         text = describe_scenes(seen)
         show_text(text, cls.hidden.unique_id)
         return io.NodeOutput(sheet, text, ui=ui.PreviewImage(sheet))

@@ -118,7 +118,7 @@ def test_progress_and_preview_are_shown_while_it_runs(editor, tmp_path):
     editor.page.wait_for_function("window.ended", timeout=240_000)
     told = editor.page.evaluate("window.told")
     assert any(t.startswith("stylising: frame") and "fps" in t and "left" in t for t in told), told
-    assert any(t.startswith("decoding: frame 40 of 40") for t in told), told
+    assert any(t.startswith("writing: frame 40 of 40") for t in told), told
 
 
 def test_the_saved_video_brings_the_graph_back(editor, tmp_path):

@@ -13,12 +13,13 @@ import pytest
 import torch
 from comfyui_veostyle.veo_core.backbones import load_backbone
 from comfyui_veostyle.veo_core.cuda_graphs import CudaGraphs
-from comfyui_veostyle.veo_core.engine import Progress, Stylizer, latents_of
+from comfyui_veostyle.veo_core.engine import Stylizer, latents_of
 from comfyui_veostyle.veo_core.errors import BudgetError, InputError, OutputError
 from comfyui_veostyle.veo_core.memory.plan import MIB, MemoryPlan, StagePeaks, make_plan
 from comfyui_veostyle.veo_core.memory.trace import trace_memory
 from comfyui_veostyle.veo_core.motion.flow import load_flow
 from comfyui_veostyle.veo_core.options import StylizeOptions, parse_options
+from comfyui_veostyle.veo_core.progress import Progress
 from comfyui_veostyle.veo_core.render import render
 from comfyui_veostyle.veo_core.store import RunStore, prune
 from comfyui_veostyle.veo_core.style.encoder import blend_by_scene, load_style
@@ -44,7 +45,12 @@ def clip(tmp_path):
 
 
 def peaks_of(engine, size):
-    return StagePeaks(engine.backbone, engine.flow, size, StylizeOptions().for_backbone(engine.backbone))
+    return StagePeaks(
+        engine.backbone,
+        engine.flow,
+        size,
+        StylizeOptions().for_backbone(engine.backbone.defaults, engine.backbone.reads),
+    )
 
 
 def plan_of(engine: Stylizer, encode: int, decode: int) -> MemoryPlan:
@@ -282,7 +288,7 @@ def test_options_name_what_is_wrong(engine):
         with pytest.raises(InputError, match=says):
             parse_options(**values)
     with pytest.raises(InputError, match="overlap = 9"):
-        StylizeOptions(window=12, overlap=9).for_backbone(engine.backbone)
+        StylizeOptions(window=12, overlap=9).for_backbone(engine.backbone.defaults, engine.backbone.reads)
 
 
 def test_store_is_used_by_one_run_at_a_time(tmp_path):
@@ -391,6 +397,7 @@ def test_progress_names_every_stage_and_never_goes_back(engine, clip, style, tmp
     latents.store.close()
     last = {p.stage: p.done for p in again}
     assert last == {"survey": 30, "denoise": 30, "decode": 30}
+    assert {p.stage: p.resumed for p in again} == {"survey": 0, "denoise": 30, "decode": 30}
 
 
 class _Replayed:

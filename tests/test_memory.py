@@ -2,7 +2,6 @@
 
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from comfyui_veostyle.veo_core.memory.chart import COLOURS, WIDTH, draw_plan, dr
 from comfyui_veostyle.veo_core.memory.plan import MIB, RESERVE, MemoryPlan
 from comfyui_veostyle.veo_core.memory.watch import MOST_SAMPLES, MemoryTrace, MemoryWatch, RunMemory
 from comfyui_veostyle.veo_core.options import parse_options
+from comfyui_veostyle.veo_core.progress import Progress
 from comfyui_veostyle.veo_core.video.reader import open_clip
 
 from .conftest import make_video
@@ -52,7 +52,7 @@ def test_what_is_free_leaves_a_reserve_and_a_budget_none(engine, tmp_path):
 
 
 def progress(stage):
-    return SimpleNamespace(stage=stage, done=0, total=0, preview=None)
+    return Progress(stage, 0)
 
 
 def test_a_watch_measures_each_stage_and_ends(monkeypatch):

@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 from comfyui_veostyle.veo_core.errors import InputError
+from comfyui_veostyle.veo_core.progress import Progress
 
 from . import comfy_double
 from .conftest import EXAMPLES, ROOT, make_pictures, make_video
@@ -656,16 +657,18 @@ def test_progress_says_stage_frame_speed_and_time_left(comfy, monkeypatch):
 
     clock = iter(range(0, 1000, 2))
     monkeypatch.setattr(module.time, "monotonic", lambda: float(next(clock)))
-    count = module.CanvasMonitor("7").counter("denoise")
-    for done in (0, 4, 8):
-        count(done, 100)
-    assert comfy.texts[-1].startswith("stylising: frame 8 of 100, ")
+    monitor = module.CanvasMonitor("7")
+    for done in (28, 32, 36):
+        monitor(Progress("encode", done + 8, 100, resumed=28))
+        monitor(Progress("denoise", done, 100, resumed=28))
+    assert comfy.texts[-1].startswith("stylising: frame 36 of 100, resumed at frame 28, ")
+    assert all(text.startswith("stylising: ") for text in comfy.texts)
     assert "fps" in comfy.texts[-1]
     assert comfy.texts[-1].endswith(" left")
-    assert comfy.updates[-1][:2] == (8, 100)
+    assert comfy.updates[-1][:2] == (36, 100)
     comfy.interrupted = True
     with pytest.raises(comfy_double.Interrupted):
-        count(9, 100)
+        monitor(Progress("denoise", 37, 100))
 
 
 @pytest.mark.parametrize(
@@ -695,14 +698,14 @@ def test_progress_is_told_seldom_enough(comfy):
     """Ten thousand calls in no time make few messages, and the end is among them."""
     from comfyui_veostyle.nodes import progress as module
 
-    count = module.CanvasMonitor("7").counter("saving")
+    monitor = module.CanvasMonitor("7")
     for _ in range(10_000):
-        count(0, 0)
+        monitor(Progress("save", 0))
     assert comfy.texts == ["saving"]
     for done in range(500):
-        count(done, 500)
+        monitor(Progress("save", done, 500))
     for _ in range(1000):
-        count(500, 500)
+        monitor(Progress("save", 500, 500))
     assert comfy.texts[-1].startswith("saving: frame 500 of 500")
     assert len(comfy.texts) < 20
     assert len(comfy.updates) == 501

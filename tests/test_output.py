@@ -45,7 +45,7 @@ def test_a_clip_is_saved_in_every_format(source, tmp_path, codec):
         tmp_path / f"out{output.suffix}",
         output,
         audio=clip_audio(clip),
-        progress=lambda d, t: seen.append((d, t)),
+        monitor=lambda p: seen.append((p.done, p.total)),
     )
     assert numbers(path) == list(range(2, 12))
     assert seen[-1] == (10, 10)
@@ -98,14 +98,14 @@ def test_transparency_is_kept_where_the_format_has_it(tmp_path):
 
 
 def test_an_interrupted_save_leaves_nothing(source, tmp_path):
-    def stop(done, total):
-        if done == 5:
+    def stop(progress):
+        if progress.done == 5:
             raise KeyboardInterrupt
 
     for work in (
-        lambda: save_clip(open_clip(source), tmp_path / "x" / "o.webm", OutputFormat("vp9"), progress=stop),
-        lambda: compare(open_clip(source), open_clip(source), tmp_path / "x" / "o.mp4", progress=stop),
-        lambda: preview(open_clip(source), tmp_path / "x", progress=stop),
+        lambda: save_clip(open_clip(source), tmp_path / "x" / "o.webm", OutputFormat("vp9"), monitor=stop),
+        lambda: compare(open_clip(source), open_clip(source), tmp_path / "x" / "o.mp4", monitor=stop),
+        lambda: preview(open_clip(source), tmp_path / "x", monitor=stop),
     ):
         (tmp_path / "x").mkdir(exist_ok=True)
         with pytest.raises(KeyboardInterrupt):
@@ -299,12 +299,12 @@ def test_every_pass_can_be_interrupted(source, tmp_path):
 
     clip = open_clip(source)
     for work in (
-        lambda: save_clip(clip, tmp_path / "a.mp4", OutputFormat("h264"), progress=stop),
-        lambda: save_clip(clip, tmp_path / "a.mp4", OutputFormat("h264", crf=20), progress=stop),
-        lambda: compare(clip, clip, tmp_path / "a.mp4", progress=stop),
+        lambda: save_clip(clip, tmp_path / "a.mp4", OutputFormat("h264"), monitor=stop),
+        lambda: save_clip(clip, tmp_path / "a.mp4", OutputFormat("h264", crf=20), monitor=stop),
+        lambda: compare(clip, clip, tmp_path / "a.mp4", monitor=stop),
         lambda: preview(clip, tmp_path / "p", stop),
         lambda: contact_sheet(clip, survey(clip), stop),
-        lambda: survey(clip, progress=stop),
+        lambda: survey(clip, monitor=stop),
         lambda: read_frames(clip, 9, 2, stop),
     ):
         with pytest.raises(KeyboardInterrupt):

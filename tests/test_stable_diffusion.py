@@ -16,7 +16,7 @@ from comfyui_veostyle.veo_core.layers.style_session import Site, StyleSession
 from comfyui_veostyle.veo_core.memory.plan import StagePeaks
 from comfyui_veostyle.veo_core.motion.flow import FlowNet
 from comfyui_veostyle.veo_core.options import StylizeOptions, parse_options
-from comfyui_veostyle.veo_core.sampling.sampler import WindowJob, WindowState, denoise_window
+from comfyui_veostyle.veo_core.sampling.sampler import WindowJob, WindowState
 from comfyui_veostyle.veo_core.sampling.windows import windows_of
 from comfyui_veostyle.veo_core.style.encoder import Style
 from comfyui_veostyle.veo_core.style.prompts import parse_prompts
@@ -41,7 +41,7 @@ def picture(seed=0):
 def run(model, style, frames, options=None, window=None, overlap=0, content=None, watch=None, motion=None):
     """All windows of a scene, as the engine does them: ``[frames, 4, h, w]``."""
     options = (options or StylizeOptions()).model_copy(update={"window": window or frames, "overlap": overlap})
-    options = options.for_backbone(model)
+    options = options.for_backbone(model.defaults, model.reads)
     content = moving(frames) if content is None else content
     condition = model.condition(style, options, survey_of(frames))
     state, out = WindowState(), []
@@ -50,7 +50,8 @@ def run(model, style, frames, options=None, window=None, overlap=0, content=None
             w, 0, [0, *range(w.start, w.end)], torch.cat([content[:1], content[w.start : w.end]]), motion,
             options.window - overlap, options, state, watch or (lambda step: None),
         )  # fmt: skip
-        latents, state = denoise_window(model, condition, job)
+        latents = model.sample(condition, job)[1:]
+        state = job.left()
         out.append(latents[: len(latents) - state.overlap])
     return torch.cat(out)
 
@@ -119,7 +120,9 @@ def plain_diffusers(model, options, style, content, monkeypatch):
 def test_strength_0_is_plain_diffusers_bit_for_bit(model, sampler, scheduler, monkeypatch):
     monkeypatch.setattr(model, "sampler", sampler)
     monkeypatch.setattr(model, "scheduler", scheduler)
-    options = StylizeOptions(strength=0, steps=6, guidance=5.0, denoise=0.6, seed=3).for_backbone(model)
+    options = StylizeOptions(strength=0, steps=6, guidance=5.0, denoise=0.6, seed=3).for_backbone(
+        model.defaults, model.reads
+    )
     content = moving(4)
     style = Style((picture(),), (1.0,), prompts=words().prompts)
     ours = run(model, style, 4, options, content=content)
@@ -173,14 +176,14 @@ def test_cross_frame_attention_with_one_source_is_plain_attention():
 @pytest.mark.parametrize("sampler", ["dpmpp_2m", "heun"])
 def test_what_a_window_leaves_of_st_norm_the_next_takes_up(sampler):
     model, style = tiny.backbone(sampler=sampler), words()
-    options = StylizeOptions(steps=4, window=4, overlap=1).for_backbone(model)
+    options = StylizeOptions(steps=4, window=4, overlap=1).for_backbone(model.defaults, model.reads)
     content, condition = moving(8), model.condition(style, options, survey_of(8))
     first, second = windows_of((Scene(0, 8, 0),), 4, 1)[:2]
 
     def denoised(w, state):
         frames = torch.cat([content[:1], content[w.start : w.end]])
         job = WindowJob(w, 0, [0, *range(w.start, w.end)], frames, None, 3, options, state, lambda step: None)
-        return denoise_window(model, condition, job)
+        return model.sample(condition, job)[1:], job.left()
 
     _, left = denoised(first, WindowState())
     assert any("latent" in key for key in left.moments)
@@ -479,7 +482,7 @@ def test_in_half_precision_on_a_gpu(architecture, monkeypatch, tmp_path):
     model.module.to("cuda", torch.float16)
     content = moving(4).cuda()
     style = Style((picture(),), (1.0,), prompts=words().prompts)
-    options = StylizeOptions(strength=0, steps=6, guidance=5.0, denoise=0.6).for_backbone(model)
+    options = StylizeOptions(strength=0, steps=6, guidance=5.0, denoise=0.6).for_backbone(model.defaults, model.reads)
     ours = run(model, style, 4, options, content=content)
     # diffusers keeps its latents in half precision, the engine in single: the difference is rounding.
     theirs = plain_diffusers(model, options, style, torch.cat([content[:1], content]).half(), monkeypatch)[1:].float()
@@ -576,7 +579,7 @@ def test_a_lora_s_scenes_reach_the_text_encoder(tmp_path):
     save_file(file, tmp_path / "te.safetensors")
     changed = model.with_lora(tmp_path / "te.safetensors", scenes="1, 0")
     survey = Survey(tuple(range(4)), 4, (Scene(0, 2, 0), Scene(2, 4, 2)))
-    options = StylizeOptions().for_backbone(model)
+    options = StylizeOptions().for_backbone(model.defaults, model.reads)
     plain, held = (m.condition(words(), options, survey) for m in (model, changed))
     on, off = (held.at(f, scene, changed._text_strengths(scene)).tokens for f, scene in ((0, 0), (2, 1)))
     assert torch.equal(off, plain.at(2, 1, ()).tokens)

@@ -10,14 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, SpinnerColumn, TextColumn
+from rich.progress import Progress as Bars
 from rich.table import Table
 
 from .errors import VeoError
+from .progress import Pace, Progress
 
 if TYPE_CHECKING:
     from .engine import Stylizer
@@ -514,21 +516,11 @@ def _lora(text: str) -> tuple[Path, float]:
 
 
 class _Bars:
-    """Progress bars, one a stage: stage, frame, speed and time left. A monitor for the engine."""
-
-    TITLES: ClassVar = {"survey": "looking for cuts", "denoise": "stylising", "decode": "writing"}
+    """A bar and a line for each stage. A monitor for the engine."""
 
     def __init__(self):
-        self.bars = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description:<16}"),
-            BarColumn(),
-            TextColumn("frame"),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[speed]}"),
-            TimeRemainingColumn(),
-            console=err,
-        )
+        self.pace = Pace()
+        self.bars = Bars(SpinnerColumn(), BarColumn(), TextColumn("{task.description}"), console=err)
         self.tasks: dict[str, int] = {}
 
     def __enter__(self) -> _Bars:
@@ -538,17 +530,15 @@ class _Bars:
     def __exit__(self, *error: object) -> None:
         self.bars.stop()
 
-    def __call__(self, progress) -> None:
-        if progress.stage == "encode":
-            return
-        if progress.stage not in self.tasks:
-            self.tasks[progress.stage] = self.bars.add_task(
-                self.TITLES[progress.stage], total=progress.total or None, speed=""
-            )
-        task = self.tasks[progress.stage]
-        speed = self.bars.tasks[task].speed
+    def __call__(self, progress: Progress) -> None:
+        shown = self.pace.seen(progress)
+        if shown.stage not in self.tasks:
+            self.tasks[shown.stage] = self.bars.add_task("")
         self.bars.update(
-            task, completed=progress.done, total=progress.total or None, speed=f"{speed:.1f} fps" if speed else ""
+            self.tasks[shown.stage],
+            description=self.pace.line(shown),
+            completed=shown.done,
+            total=shown.total or None,
         )
 
 

@@ -23,7 +23,8 @@ from .memory.plan import MemoryPlan, Policy, StagePeaks, make_plan, padded_size
 from .motion.flow import STRIDE, FlowNet
 from .motion.fusion import MOTION_CHANNELS, TemporalFusion, estimate_motion, fuse, latent_motion
 from .options import StylizeOptions
-from .sampling.sampler import WindowJob, WindowState, denoise_window
+from .progress import Monitor, Progress, ignore
+from .sampling.sampler import WindowJob, WindowState
 from .sampling.timeline import Timeline
 from .sampling.windows import Window, windows_of
 from .store import RunStore
@@ -35,29 +36,6 @@ from .video.writer import short_name
 
 # Latent frames compared at a time.
 CHECKED = 16
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a run is.
-
-    Attributes:
-        stage: ``survey``, ``encode``, ``denoise`` or ``decode``; encoding and denoising take turns, window by window.
-        done, total: frames that are through that stage; total is 0 while it is not known.
-        preview: makes the newest frame ``[3, H, W]`` in 0..1, or None.
-    """
-
-    stage: str
-    done: int
-    total: int
-    preview: Callable[[], Tensor] | None = None
-
-
-Monitor = Callable[[Progress], None]
-
-
-def ignore(progress: Progress) -> None:
-    """A monitor that does nothing. One that raises interrupts the run before its next step or chunk."""
 
 
 @dataclass
@@ -147,7 +125,7 @@ class Stylizer:
 
         Raises BudgetError when the budget (bytes) is too small for any.
         """
-        options = options.for_backbone(self.backbone)
+        options = options.for_backbone(self.backbone.defaults, self.backbone.reads)
         padded = padded_size(clip.size, self.backbone.multiple)
         # Tracing a large model takes seconds; it is the same for every clip of a size.
         other = {"seed": 0, "steps": 1, "denoise": 1.0, "overlap": 0, "min_scene": 1, "detector": "builtin"}
@@ -174,16 +152,15 @@ class Stylizer:
         Raises:
             InputError, BudgetError, OutputError: before any long work, where that can be known.
         """
-        options = options.for_backbone(self.backbone)
+        options = options.for_backbone(self.backbone.defaults, self.backbone.reads)
         style, notices = self._readable(style, options)
         plan = plan or self.plan(clip, options)
         seen = survey(
             clip,
             detector=options.detector,
             min_length=options.min_scene,
-            progress=lambda n: monitor(Progress("survey", n, 0)),
+            monitor=monitor,
         )
-        monitor(Progress("survey", seen.frames, seen.frames))
         timeline = Timeline(seen.scenes, self.backbone.time_factor)
         conditions = [self.backbone.condition(s, options, seen) for s in style.by_scene[: len(seen.scenes)]]
         store = self._open_store(clip, style, options, timeline, folder)
@@ -223,8 +200,9 @@ class Stylizer:
         windows = windows_of(timeline.scenes, size, size - stride)
         total = timeline.frame_scenes[-1].end
         state = _RunState.load(store, self.backbone.device)
+        resumed = timeline.end_frame(windows[state.window - 1].end) if state.window else 0
         if state.window >= len(windows):
-            monitor(Progress("denoise", total, total))
+            monitor(Progress("denoise", total, total, resumed=resumed))
             return
         graphs = CudaGraphs(plan.graphs)
         with closing(
@@ -232,11 +210,13 @@ class Stylizer:
         ) as sites:
             for window in windows[state.window :]:
                 first, scene = timeline.frame(window.start + window.shared), timeline.scene_of(window.start)
-                content, motion = sites.advance(window, lambda done: monitor(Progress("encode", done, total)))
+                content, motion = sites.advance(
+                    window, lambda done: monitor(Progress("encode", done, total, resumed=resumed))
+                )
                 fresh = timeline.end_frame(window.end) - first
 
                 def before_step(step: int, first: int = first, fresh: int = fresh) -> None:
-                    monitor(Progress("denoise", first + step * fresh // options.steps, total))
+                    monitor(Progress("denoise", first + step * fresh // options.steps, total, resumed=resumed))
 
                 job = WindowJob(
                     window,
@@ -250,7 +230,8 @@ class Stylizer:
                     before_step,
                     graphs,
                 )
-                latents, state.carried = denoise_window(self.backbone, of_scene(conditions, scene), job)
+                latents = self.backbone.sample(of_scene(conditions, scene), job)[1:]
+                state.carried = job.left()
                 store.write("latents", window.start, latents[: len(latents) - state.carried.overlap])
                 state.window += 1
                 sites.save(state, window)
@@ -262,6 +243,7 @@ class Stylizer:
                         timeline.end_frame(window.end),
                         total,
                         lambda z=newest: self._crop(self.backbone.decode(z), clip)[0],
+                        resumed,
                     )
                 )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Set
+from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -10,8 +11,15 @@ from .errors import InputError
 from .style.injection import PRESETS, StyleInjection
 from .video.scenes import Detector
 
-if TYPE_CHECKING:
-    from .backbones.base import Backbone
+
+@dataclass(frozen=True)
+class Defaults:
+    """Settings that suit a model: denoising steps, guidance scale, frames in a window and shared by two windows."""
+
+    steps: int
+    guidance: float
+    window: int
+    overlap: int
 
 
 class StylizeOptions(BaseModel):
@@ -42,12 +50,14 @@ class StylizeOptions(BaseModel):
     injection: StyleInjection = PRESETS["balanced"]
     denoise: float | None = Field(None, gt=0, le=1)
 
-    def for_backbone(self, backbone: Backbone) -> StylizeOptions:
+    def for_backbone(self, own: Defaults, reads: Set[str]) -> StylizeOptions:
         """The same options with every choice made, and what the model does not read as if it had not been given.
+
+        Args:
+            own, reads: a backbone's ``defaults`` and ``reads``.
 
         Raises InputError when overlap is over half of window.
         """
-        own = backbone.defaults
         chosen = {
             "steps": own.steps,
             "guidance": own.guidance,
@@ -55,7 +65,7 @@ class StylizeOptions(BaseModel):
             "overlap": min(own.overlap, (self.window or own.window) // 2),
             "denoise": self.injection.denoise,
         }
-        unread = {n: f.default for n, f in StylizeOptions.model_fields.items() if n not in backbone.reads}
+        unread = {n: f.default for n, f in StylizeOptions.model_fields.items() if n not in reads}
         filled = self.model_copy(update={k: v for k, v in chosen.items() if getattr(self, k) is None} | unread)
         if filled.overlap > filled.window // 2:
             raise InputError(f"overlap = {filled.overlap} is over half of window = {filled.window}; make it smaller")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from fractions import Fraction
+from dataclasses import replace
 from itertools import dropwhile, islice
 from pathlib import Path
 
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from .cuda_graphs import CudaGraphs
-from .engine import Monitor, Progress, StylizedLatents, Stylizer, ignore
+from .engine import StylizedLatents, Stylizer
 from .motion.fusion import TemporalFusion
+from .progress import Monitor, Progress, ignore
 from .store import RunStore
 from .video.audio import AudioTrack, Waveform, cut_to
 from .video.codecs import OutputFormat
@@ -79,8 +80,16 @@ def render(
         ):
             _write(engine, latents, writer, 0, len(times), TemporalFusion(fusion), alpha, monitor, graphs)
         return path
-    parts = _segments(engine, latents, settings, fusion, monitor, graphs)
-    join(parts, path, output, audio, metadata, lambda: monitor(Progress("decode", len(times), len(times))))
+    name, begins = _segment_name(output, fusion), range(0, len(times), SEGMENT)
+    parts = [(latents.store.folder / f"{name}-{begin:08d}{output.suffix}", times[begin]) for begin in begins]
+    missing = (begin for (part, _), begin in zip(parts, begins, strict=True) if not part.is_file())
+    resumed = next(missing, len(times))
+
+    def told(progress: Progress) -> None:
+        monitor(replace(progress, resumed=resumed))
+
+    _write_segments(engine, latents, name, [part for part, _ in parts], settings, fusion, told, graphs)
+    join(parts, path, output, audio, metadata, lambda: told(Progress("decode", len(times), len(times))))
     return path
 
 
@@ -124,22 +133,27 @@ class _Transparency:
             self._frames.close()
 
 
-def _segments(
+def _segment_name(output: OutputFormat, fusion: float) -> str:
+    """Of a segment's file but for where it begins: what its pictures depend on beside the latents."""
+    return f"segment-{output.codec}-{output.crf}-{output.bitrate}-{int(output.deep)}-{fusion:g}".replace(".", "_")
+
+
+def _write_segments(
     engine: Stylizer,
     latents: StylizedLatents,
+    name: str,
+    parts: list[Path],
     settings: dict,
     amount: float,
     monitor: Monitor,
     graphs: CudaGraphs,
-) -> list[tuple[Path, Fraction]]:
-    times, store, output = latents.survey.times, latents.store, settings["output"]
-    name = f"segment-{output.codec}-{output.crf}-{output.bitrate}-{int(output.deep)}-{amount:g}".replace(".", "_")
-    begins = range(0, len(times), SEGMENT)
-    parts = [(store.folder / f"{name}-{begin:08d}{output.suffix}", times[begin]) for begin in begins]
+) -> None:
+    """Makes the segments that are not there yet."""
+    times, store = latents.survey.times, latents.store
     # A part is finished, its encoder's last frames and its file's index, while the next is decoded.
     with closing(_Transparency(latents.clip)) as alpha, ThreadPoolExecutor(1, "veostyle-finish") as finisher:
         finished: Future | None = None
-        for (part, _), begin in zip(parts, begins, strict=True):
+        for begin, part in zip(range(0, len(times), SEGMENT), parts, strict=True):
             end = min(begin + SEGMENT, len(times))
             if part.is_file():
                 monitor(Progress("decode", end, len(times)))
@@ -155,7 +169,6 @@ def _segments(
                 finished = finisher.submit(_finish, opened.pop_all(), store, f"{name}-fused-{begin:08d}")
         if finished is not None:
             finished.result()
-    return parts
 
 
 def _finish(opened: ExitStack, store: RunStore, state: str) -> None:

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from ..options import StylizeOptions
-    from ..sampling.sampler import WindowJob
-    from ..style.encoder import Style
-    from ..video.scenes import Survey
-
+from ..options import Defaults, StylizeOptions
+from ..sampling.sampler import WindowJob
+from ..style.encoder import Style
+from ..video.scenes import Survey
 
 # What every model's result depends on, and what noise and prompts add to it.
 COMMON = frozenset({"steps", "guidance", "strength", "window", "overlap", "min_scene", "detector"})
 DIFFUSION = COMMON | {"seed", "injection", "denoise", "words"}
-
-
-@dataclass(frozen=True)
-class Defaults:
-    """Settings that suit a model: denoising steps, guidance scale, frames in a window and shared by two windows."""
-
-    steps: int
-    guidance: float
-    window: int
-    overlap: int
 
 
 class Backbone(Protocol):

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
 
 import psutil
 import torch
 
 from ..cuda_graphs import held
+from ..progress import Monitor, Progress
 from .plan import MIB, MemoryPlan, Policy
 
 INTERVAL = 0.1
@@ -83,7 +82,7 @@ class MemoryWatch:
         plan: of the run. monitor: told everything that this one is told.
     """
 
-    def __init__(self, plan: MemoryPlan, monitor: Callable[[Any], None]):
+    def __init__(self, plan: MemoryPlan, monitor: Monitor):
         self.plan, self.monitor = plan, monitor
         self.stage = ""
         self.samples: list[tuple[float, str, int]] = []
@@ -105,7 +104,7 @@ class MemoryWatch:
         self._thread.join()
         self._sample()
 
-    def __call__(self, progress: Any) -> None:
+    def __call__(self, progress: Progress) -> None:
         if progress.stage != self.stage:
             self._sample()
             self.stage = progress.stage

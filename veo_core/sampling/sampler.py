@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..cuda_graphs import CudaGraphs
 from ..layers.st_norm import TemporalContext
+from ..options import StylizeOptions
 from .noise import frame_generator, frame_noise
 from .windows import Window, blend_shared
-
-if TYPE_CHECKING:
-    from ..backbones.base import Backbone
-    from ..options import StylizeOptions
 
 
 @dataclass
@@ -105,13 +101,3 @@ class WindowJob:
     def left(self) -> WindowState:
         """What the next window takes over."""
         return WindowState(None if self.window.last else torch.stack(self._predicted), self._handed)
-
-
-@torch.no_grad()
-def denoise_window(backbone: Backbone, condition: object, job: WindowJob) -> tuple[Tensor, WindowState]:
-    """All steps of a window, its scene's anchor frame beside it.
-
-    Returns:
-        Clean latents of the window without the anchor ``[n, C, h, w]``, and what the next window needs.
-    """
-    return backbone.sample(condition, job)[1:], job.left()

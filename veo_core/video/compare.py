@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Literal, get_args
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..progress import Monitor, Progress, ignore
 from .audio import AudioTrack, Waveform, cut_to
 from .codecs import OutputFormat
 from .reader import Clip
@@ -31,21 +31,21 @@ def compare(
     layout: Layout = "split",
     output: OutputFormat | None = None,
     audio: AudioTrack | Waveform | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    monitor: Monitor = ignore,
 ) -> Path:
     """Writes a video that shows both, frame by frame, with the result's times.
 
     Args:
         source: scaled to the result's size, cropped or padded as it is. result: as many frames as the source has.
         layout: ``split`` shows the source left of a line that sweeps over the picture and back in 4 seconds.
-        progress: told how many frames of how many are written; may raise to interrupt.
+        monitor: told before each frame; may raise to interrupt.
 
     Raises:
         InputError: the two have different numbers of frames.
         OutputError: as of :class:`~.writer.VideoWriter`; nothing is left under ``path``.
     """
-    times = timed(result, progress)
-    count, total = len(timed(source, progress)) - 1, len(times) - 1
+    times = timed(result, "compare", monitor)
+    count, total = len(timed(source, "compare", monitor)) - 1, len(times) - 1
     if count != total:
         raise InputError(
             f"source has {count} frames and video {total}; give as source the clip that the video was made from"
@@ -63,9 +63,9 @@ def compare(
         audio=cut_to(audio, times[-1]),
     ) as writer:
         for before, after in zip(source.frames(), result.frames(), strict=True):
-            progress(after.index, total)
+            monitor(Progress("compare", after.index, total))
             writer.write(joined(before.image, after.image, layout, after.time)[None], [after.time])
-        progress(total, total)
+        monitor(Progress("compare", total, total))
     return path
 
 

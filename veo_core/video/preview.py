@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
+from ..progress import Monitor, ignore
 from ..weights_file import file_state
 from .codecs import OutputFormat
 from .reader import Clip
@@ -28,12 +28,12 @@ def beginning(clip: Clip, frames: int) -> Clip:
     return replace(clip, duration=duration, max_frames=min(clip.max_frames or frames, frames))
 
 
-def preview(clip: Clip, folder: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> Path:
+def preview(clip: Clip, folder: Path, monitor: Monitor = ignore) -> Path:
     """Writes the beginning, 300 frames or a minute, at no more than 480 pixels a side, once for each file and settings.
 
     Args:
         folder: made when missing; the file's name tells what is in it.
-        progress: told how many frames of how many are written; may raise to interrupt.
+        monitor: told before each frame; may raise to interrupt.
 
     Raises:
         InputError: nothing could be read.
@@ -46,4 +46,4 @@ def preview(clip: Clip, folder: Path, progress: Callable[[int, int], None] = lam
     if path.exists():
         return path
     folder.mkdir(parents=True, exist_ok=True)
-    return save_clip(small, path, OutputFormat("h264", crf=26), progress=progress)
+    return save_clip(small, path, OutputFormat("h264", crf=26), monitor=monitor)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import InputError
+from ..progress import Monitor, Progress, ignore
 from .ahead import ahead
 from .info import Decoded, ReadReport, VideoInfo
 from .scale import scale
@@ -95,11 +96,11 @@ class Clip:
         self,
         first: int = 0,
         report: ReadReport | None = None,
-        progress: Callable[[int], None] = lambda index: None,
+        before_frame: Callable[[int], None] = lambda index: None,
         device: torch.device | str = "cpu",
     ) -> Iterator[Frame]:
-        """Frames from index ``first`` on, one at a time, their images on a device. ``progress`` is told of each index, those
-        passed over too.
+        """Frames from index ``first`` on, one at a time, their images on a device. ``before_frame`` is told each index,
+        those passed over too.
 
         Raises:
             InputError: when the file has no frame in the asked span.
@@ -111,7 +112,7 @@ class Clip:
             with closing(self._selected(report)) as selected:
                 for index, (time, decoded) in enumerate(selected):
                     origin = time if origin is None else origin
-                    progress(index)
+                    before_frame(index)
                     if index >= first:
                         yield partial(self._converted, index, time - origin, decoded, device)
             if origin is None:
@@ -133,17 +134,19 @@ class Clip:
         fit = self.fit if self.width and self.height else "stretch"
         return replace(self, width=width, height=height, fit=fit)
 
-    def picked(self, indices: Collection[int], progress: Callable[[int], None] = lambda index: None) -> Iterator[Frame]:
+    def picked(
+        self, indices: Collection[int], before_frame: Callable[[int], None] = lambda index: None
+    ) -> Iterator[Frame]:
         """The frames with these indices, in order; the others are not converted. Fewer where the clip is shorter.
 
-        ``progress`` is told of every index.
+        ``before_frame`` is told every index.
         """
         last = max(indices, default=-1)
         origin: Fraction | None = None
         with closing(self._selected(ReadReport())) as selected:
             for index, (time, decoded) in enumerate(selected):
                 origin = time if origin is None else origin
-                progress(index)
+                before_frame(index)
                 if index in indices:
                     yield Frame(index, time - origin, self._resize(decoded.convert()[0]))
                 if index >= last:
@@ -326,12 +329,16 @@ def exact_rate(value: float | Fraction) -> Fraction:
     return Fraction(value).limit_denominator(100_000)
 
 
-def read_frames(clip: Clip, first: int, count: int, progress: Callable[[int], None] = lambda index: None) -> Tensor:
+def read_frames(clip: Clip, first: int, count: int, monitor: Monitor = ignore) -> Tensor:
     """Some frames of a clip ``[n, H, W, 3]`` in 0..1, fewer where it ends.
 
-    ``progress`` is told the index of every frame, those before the first too. Raises InputError where there is none.
+    ``monitor`` is told before every frame, those before the first too. Raises InputError where there is none.
     """
-    images = [frame.image.movedim(0, -1) for frame in islice(clip.frames(first, progress=progress), count)]
+
+    def before_frame(index: int) -> None:
+        monitor(Progress("read", index, first + count))
+
+    images = [frame.image.movedim(0, -1) for frame in islice(clip.frames(first, before_frame=before_frame), count)]
     if not images:
         raise InputError(f"first = {first} is beyond the end of {clip.path}; give a smaller number")
     return torch.stack(images)

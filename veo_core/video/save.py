@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields
 from fractions import Fraction
 from itertools import islice
 from pathlib import Path
 
+from ..progress import Monitor, Progress, ignore
 from .audio import AudioTrack, Waveform, cut_to
 from .codecs import CODECS, OutputFormat
 from .container import open_input
@@ -26,7 +26,7 @@ def save_clip(
     *,
     audio: AudioTrack | Waveform | None = None,
     metadata: dict[str, str] | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    monitor: Monitor = ignore,
 ) -> Path:
     """Writes a clip with audio and metadata; memory does not depend on its length.
 
@@ -34,7 +34,7 @@ def save_clip(
         output: codec and quality. Where the clip is a whole file of that codec, and no quality is named, its packets are
             copied.
         metadata: text tags, such as a workflow; an MP4 with ``workflow`` and ``prompt`` brings the graph back to ComfyUI.
-        progress: told how many frames of how many are written; may raise to interrupt.
+        monitor: told before each frame; may raise to interrupt.
 
     Returns:
         ``path``.
@@ -44,9 +44,9 @@ def save_clip(
     """
     check_writable(path, output)
     if output == OutputFormat(output.codec) == usual_format(clip) and _copyable(clip):
-        join([(clip.path, clip.start)], path, output, audio, metadata, lambda: progress(0, 0))
+        join([(clip.path, clip.start)], path, output, audio, metadata, lambda: monitor(Progress("save", 0)))
         return path
-    times = timed(clip, progress)
+    times = timed(clip, "save", monitor)
     with VideoWriter(
         path,
         clip.size,
@@ -59,20 +59,20 @@ def save_clip(
         metadata=metadata,
     ) as writer:
         for frame in clip.frames():
-            progress(frame.index, len(times) - 1)
+            monitor(Progress("save", frame.index, len(times) - 1))
             writer.write(frame.image[None], [frame.time], None if frame.alpha is None else frame.alpha[None])
-        progress(len(times) - 1, len(times) - 1)
+        monitor(Progress("save", len(times) - 1, len(times) - 1))
     return path
 
 
-def timed(clip: Clip, progress: Callable[[int, int], None] = lambda done, total: None) -> list[Fraction]:
+def timed(clip: Clip, stage: str, monitor: Monitor) -> list[Fraction]:
     """Seconds from a clip's first frame to each of its frames, and to the end of the last.
 
-    ``progress`` is called with each frame, without a count; it may raise to interrupt.
+    ``monitor`` is told the stage before each frame, without a count; it may raise to interrupt.
     """
     times, end = [], Fraction(0)
     for time, shown, _ in clip.thumbnails():
-        progress(0, 0)
+        monitor(Progress(stage, 0))
         times.append(time)
         end = time + shown
     return [*times, end]

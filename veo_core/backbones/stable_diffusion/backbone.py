@@ -19,7 +19,7 @@ from ...layers.fp8 import WEIGHT_DTYPES, Fp8Linear, to_fp8
 from ...layers.st_norm import TemporalContext, calibrate
 from ...layers.style_session import StyleFeatures, StyleSession, pooled_moments
 from ...lora.injector import LoRA, injected, load_lora
-from ...options import StylizeOptions
+from ...options import Defaults, StylizeOptions
 from ...sampling.inversion import invert
 from ...sampling.noise import frame_noise
 from ...sampling.sampler import WindowJob
@@ -28,7 +28,7 @@ from ...style.encoder import Style, cover
 from ...style.prompts import Prompts
 from ...video.scenes import Survey
 from ...weights_file import digest
-from ..base import DIFFUSION, Defaults
+from ..base import DIFFUSION
 from .files import NAMES, Parts, load_file, load_folder, load_motion
 from .fused import fuse
 from .ip_adapter import Blocks, ImageTokens, IPAdapter, load_ip_adapter, pictured
