@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,15 +20,15 @@ from torch import Tensor
 from ..kernels.cross_frame_attention import cross_frame_attention, takes
 from ..veo_core.backbones.base import DIFFUSION
 from ..veo_core.backbones.stable_diffusion.text import TextEmbedding
+from ..veo_core.backbones.styled_window import Shown, StyledWindow
 from ..veo_core.errors import InputError, ModelError
-from ..veo_core.layers.st_norm import TemporalContext, calibrate
-from ..veo_core.layers.style_session import Site, StyleSession, pooled_moments, sites_of
+from ..veo_core.layers.st_norm import TemporalContext
+from ..veo_core.layers.style_session import Site, StyleSession, sites_of
 from ..veo_core.memory.trace import declare_handed, declare_workspace, tracing
 from ..veo_core.options import Defaults, StylizeOptions
-from ..veo_core.sampling.noise import frame_noise
 from ..veo_core.sampling.sampler import WindowJob
 from ..veo_core.sampling.schedule import steps_done
-from ..veo_core.style.encoder import Style, cover
+from ..veo_core.style.encoder import Style
 from ..veo_core.style.prompts import Prompts
 from ..veo_core.video.scenes import Survey
 
@@ -262,8 +263,8 @@ class _Run:
 
     def __init__(self, backbone: ComfyBackbone, condition: ComfyCondition, job: WindowJob):
         self.backbone, self.condition, self.job = backbone, condition, job
-        self.injection = job.options.injection.for_style(condition.style, job.options.strength)
-        self.session, self.shares = StyleSession(self.injection), list(condition.style.weights)
+        self.window = StyledWindow(backbone, condition.style, job)
+        self.session = self.window.session
         # A video's first latent frame is its anchor already.
         self.skipped = int(backbone.is_video and job.window.start == job.window.scene.anchor)
         self.calls, self.recorded, self.progress = 0, None, 0.0
@@ -272,7 +273,6 @@ class _Run:
     def latents(self) -> Tensor:
         backbone, job, options = self.backbone, self.job, self.job.options
         job.before_step(0)
-        content = self._content()
         with self._patched() as model:
             sampler = comfy.samplers.KSampler(
                 model, options.steps, backbone.device, backbone.sampler, backbone.scheduler, 1.0, model.model_options
@@ -287,7 +287,7 @@ class _Run:
                 sampler.sigmas[-(done + 1) :],
                 self.condition.positive(frames[len(frames) // 2 :][:1] if backbone.is_video else frames, job.scene),
                 self.condition.encoded[self.condition.prompts.negative],
-                self._to_core(content[self.skipped :]),
+                self._to_core(self.window.start()[self.skipped :]),
                 callback=lambda step, clean, x, total: job.before_step(step),
                 disable_pbar=True,
                 seed=options.seed,
@@ -321,28 +321,13 @@ class _Run:
         made.extra_options = made.extra_options | {"noise_sampler": noise}
         return made
 
-    def _content(self) -> Tensor:
-        content, self.style = self.job.content, None
-        if not self.condition.style.pictures or self.injection.plain:
-            return content
-        height, width = (side * self.backbone.factor for side in content.shape[-2:])
-        pictures = [cover(p, height, width).to(self.backbone.device) for p in self.condition.style.pictures]
-        self.style = torch.cat([self.backbone.encode(p) for p in pictures])
-        return calibrate(
-            content,
-            TemporalContext(1),
-            "start",
-            self.injection.start_adain * self.injection.gate(0.0),
-            pooled_moments(self.style, self.shares),
-        )
-
     @contextmanager
     def _patched(self) -> Iterator[Any]:
         """A clone of the MODEL whose attention, network and predictions come by here; nothing is left afterwards."""
         model = self.backbone.model.clone()
         model.set_model_sampler_post_cfg_function(lambda args: self._fused(args["denoised"]))
         with ExitStack() as stack:
-            if not self.injection.plain:
+            if not self.window.plain:
                 self._listen(model, stack)
             yield model
 
@@ -356,7 +341,7 @@ class _Run:
         else:
             _watch_self_attention(model, at)
             sites = _unet_sites(network)
-            if self.injection.norm:
+            if self.window.injection.norm:
                 norms = _up_norms(network)
                 for place, (name, norm) in enumerate(norms):
                     site = Site(name, place / max(1, len(norms) - 1))
@@ -368,9 +353,9 @@ class _Run:
         """The network's own call, after the session was shown the style and the source at this level of noise."""
         options = args[5]
         sigma = options["sigmas"][:1]
-        if self.style is not None and self.recorded != float(sigma):
+        if self.recorded != float(sigma):
             self.recorded = float(sigma)
-            self._record(executor, args, kwargs, sigma)
+            self.window.record(partial(self._show, executor, args, kwargs, sigma))
         sigmas = options["sample_sigmas"]
         self.progress = min(1.0, float((sigmas.to(sigma) - sigma).abs().argmin()) / max(1, len(sigmas) - 2))
         branches = tuple(map(str, options["cond_or_uncond"]))
@@ -380,22 +365,24 @@ class _Run:
         with self.session.apply(self.progress, temporal):
             return executor(*args, **kwargs)
 
-    def _record(self, executor: Callable, args: tuple, kwargs: dict, sigma: Tensor) -> None:
-        if self.session.wants_style:
-            places = range(-len(self.style), 0)
-            noise = frame_noise(self.job.options.seed, places, tuple(self.style.shape[1:]))
-            style = self.style[:, :, None] if self.backbone.is_video else self.style
-            with self.session.record_style(self.shares):
-                self._evaluate(executor, args, kwargs, sigma, style, noise.reshape(style.shape))
-        if self.session.wants_content:
-            content, noise = (self._to_core(x[self.skipped :]) for x in (self.job.content, self.job.noise()))
-            with self.session.record_content():
-                self._evaluate(executor, args, kwargs, sigma, content, noise)
-
-    def _evaluate(
-        self, executor: Callable, args: tuple, kwargs: dict, sigma: Tensor, latents: Tensor, noise: Tensor
+    def _show(
+        self,
+        executor: Callable,
+        args: tuple,
+        kwargs: dict,
+        sigma: Tensor,
+        shown: Shown,
+        latents: Tensor,
+        noise: Tensor,
     ) -> None:
-        """The network on other latents, with the words that the batch's first entry has and without ControlNet."""
+        """The network on other latents, with the words that the batch's first entry has and without ControlNet.
+
+        A video model is shown the source as one clip, and each picture as a clip of its own.
+        """
+        if shown == "content":
+            latents, noise = (self._to_core(x[self.skipped :]) for x in (latents, noise))
+        elif self.backbone.is_video:
+            latents, noise = latents[:, :, None], noise[:, :, None]
         model, x = self.backbone.model.model, args[0]
         sampling, count = model.model_sampling, len(latents)
         clean = model.process_latent_in(latents.to(sigma.device))
@@ -423,13 +410,7 @@ class _Run:
         index, own = self.calls, self._from_core(clean)
         self.calls += 1
         frames = torch.cat([own[: self.skipped], own])
-        if not self.injection.plain and self.injection.latent_norm:
-            moments, amount = None, self.injection.latent_norm
-            if self.style is not None:
-                moments = pooled_moments(self._processed(self.style), self.shares)
-                amount *= self.injection.gate(self.progress)
-            frames = calibrate(frames, self.job.temporal(index), "latent", amount, moments)
-        fused = self.job.fuse(index, frames)[self.skipped :]
+        fused = self.window.fused(index, self.progress, frames, self._processed)[self.skipped :]
         return clean if fused.equal(own) else self._to_core(fused).to(clean)
 
 

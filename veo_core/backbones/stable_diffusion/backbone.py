@@ -16,19 +16,19 @@ from torch import Tensor, nn
 from ...cuda_graphs import LAUNCH_BOUND, CudaGraphs, captures
 from ...errors import InputError, ModelError
 from ...layers.fp8 import WEIGHT_DTYPES, Fp8Linear, to_fp8
-from ...layers.st_norm import TemporalContext, calibrate
-from ...layers.style_session import StyleFeatures, StyleSession, pooled_moments
+from ...layers.st_norm import TemporalContext
+from ...layers.style_session import StyleFeatures, StyleSession
 from ...lora.injector import LoRA, injected, load_lora
 from ...options import Defaults, StylizeOptions
 from ...sampling.inversion import invert
-from ...sampling.noise import frame_noise
 from ...sampling.sampler import WindowJob
 from ...sampling.schedule import PREDICTIONS, DiffusionSchedule, default_spacing, make_scheduler
-from ...style.encoder import Style, cover
+from ...style.encoder import Style
 from ...style.prompts import Prompts
 from ...video.scenes import Survey
 from ...weights_file import digest
 from ..base import DIFFUSION
+from ..styled_window import Shown, StyledWindow
 from .files import NAMES, Parts, load_file, load_folder, load_motion
 from .fused import fuse
 from .ip_adapter import Blocks, ImageTokens, IPAdapter, load_ip_adapter, pictured
@@ -264,13 +264,12 @@ class StableDiffusionBackbone:
 
 
 class _Run:
-    """The steps of one window."""
+    """The steps of one window by diffusers' scheduler and UNet."""
 
     def __init__(self, model: StableDiffusionBackbone, condition: DiffusionCondition, job: WindowJob):
         self.model, self.condition, self.job = model, condition, job
-        self.injection = job.options.injection.for_style(condition.style, job.options.strength)
-        self.session, self.graphs = StyleSession(self.injection), CudaGraphs()
-        self.frames, self.shares = len(job.content), list(condition.style.weights)
+        self.window, self.graphs = StyledWindow(model, condition.style, job), CudaGraphs()
+        self.session, self.frames = self.window.session, len(job.content)
         strengths = model._text_strengths(job.scene)
         self.empty = condition.without("", strengths)
         self.negative = condition.without(condition.prompts.negative, strengths)
@@ -280,9 +279,7 @@ class _Run:
 
     @torch.no_grad()
     def latents(self) -> Tensor:
-        job, schedule = self.job, self.schedule
-        plain, loras = self.injection.plain, self.model.loras
-        self.style = None if plain or not self.condition.style.pictures else self._style_latents()
+        job, schedule, plain, loras = self.job, self.schedule, self.window.plain, self.model.loras
         sites = nullcontext() if plain else connected(self.model.unet, self.session)
         scale = job.options.strength * self.condition.style.weight
         with (
@@ -296,31 +293,23 @@ class _Run:
                 job.before_step(index)
                 self.strengths.values = [lora.at(self._progress(index), job.scene) for lora in loras]
                 model_input = schedule.model_input(index, x)
-                if not plain:
-                    self._record(index)
-                output = self._fused(index, model_input, self._output(index, model_input))
+                self.window.record(partial(self._show, index))
+                output = self._output(index, model_input)
+                before = schedule.clean(index, model_input, output)
+                clean = self.window.fused(index, self._progress(index), before)
+                if clean is not before:
+                    output = schedule.output(index, model_input, clean)
                 x = schedule.step(index, x, output)
         return x
 
-    def _style_latents(self) -> Tensor:
-        """``[m, 4, h, w]``: the style pictures, cut to the frames' shape."""
-        height, width = (side * self.model.factor for side in self.job.content.shape[-2:])
-        return torch.cat(
-            [self.model.encode(cover(p, height, width).to(self.model.device)) for p in self.condition.style.pictures]
-        )
-
     def _start(self) -> Tensor:
         """Latents before the first step, and where asked for the way back to them."""
-        content, self.trails = self.job.content, {}
-        if self.style is not None and self.injection.start_adain:
-            moments = pooled_moments(self.style, self.shares)
-            amount = self.injection.start_adain * self.injection.gate(0.0)
-            content = calibrate(content, TemporalContext(1), "start", amount, moments)
-        if not self.injection.inversion or self.injection.plain:
+        content, self.trails = self.window.start(), {}
+        if not self.window.injection.inversion or self.window.plain:
             return self.schedule.start(content, self.job.noise())
         self.trails = {"content": self._trail(content)}
-        if self.style is not None:
-            self.trails["style"] = self._trail(self.style)
+        if self.window.pictures is not None:
+            self.trails["style"] = self._trail(self.window.pictures)
         return self.schedule.from_variance_preserving(self.trails["content"][0])
 
     def _trail(self, clean: Tensor) -> list[Tensor]:
@@ -336,25 +325,15 @@ class _Run:
 
         return invert(clean, levels, noise_of)
 
-    def _record(self, index: int) -> None:
-        """Shows the session the style pictures, and the source frames, at this step's level of noise."""
-        if self.style is not None and self.session.wants_style:
-            with self.session.record_style(self.shares):
-                x = self._noised("style", self.style, index, range(-len(self.style), 0))
-                self._evaluate(x, index, [self.empty] * len(x), call=self._replayed_style)
-        if self.style is not None and self.session.wants_content:
-            with self.session.record_content():
-                x = self._noised("content", self.job.content, index, None)
-                self._evaluate(x, index, [self.empty] * len(x), frames=self.frames)
-
-    def _noised(self, name: str, clean: Tensor, index: int, places: range | None) -> Tensor:
-        if name in self.trails:
-            return self.trails[name][index]
-        noise = (
-            self.job.noise() if places is None else frame_noise(self.job.options.seed, places, tuple(clean.shape[1:]))
-        )
+    def _show(self, index: int, shown: Shown, clean: Tensor, noise: Tensor) -> None:
+        """Runs the UNet on latents at a step's level of noise, for the session to listen."""
         a, s = self.schedule.level(index)
-        return a * clean + s * noise.to(clean)
+        x = self.trails[shown][index] if shown in self.trails else a * clean + s * noise
+        text = [self.empty] * len(x)
+        if shown == "style":
+            self._evaluate(x, index, text, call=self._replayed_style)
+        else:
+            self._evaluate(x, index, text, frames=self.frames)
 
     def _evaluate(
         self, x: Tensor, index: int, text: list[TextEmbedding], frames: int = 1, call: Call | None = None
@@ -369,7 +348,7 @@ class _Run:
             return network(*given), self.session.style_features
 
         # The plan knows of one picture's graph.
-        if len(self.style) > 1 or not self._replays(given[0]):
+        if len(self.window.pictures) > 1 or not self._replays(given[0]):
             return network(*given)
         output, self.session.style_features = self.graphs(("style", self.strengths.captured), recorded, *given)
         return output
@@ -393,8 +372,8 @@ class _Run:
         if self.guided:
             text = [self.negative] * self.frames + text
         batch = torch.cat([model_input] * (len(text) // self.frames))
-        with nullcontext() if self.injection.plain else self.session.apply(self._progress(index), temporal):
-            call = self._replayed_plain if self.injection.plain else None
+        with nullcontext() if self.window.plain else self.session.apply(self._progress(index), temporal):
+            call = self._replayed_plain if self.window.plain else None
             output = self._evaluate(batch, index, text, frames=self.frames, call=call)
         if not self.guided:
             return output
@@ -403,19 +382,6 @@ class _Run:
 
     def _progress(self, index: int) -> float:
         return index / max(1, len(self.schedule) - 1)
-
-    def _fused(self, index: int, model_input: Tensor, output: Tensor) -> Tensor:
-        """The output after ST-Norm on the clean latents and the cross-fade with the window before."""
-        job, schedule = self.job, self.schedule
-        clean = before = schedule.clean(index, model_input, output)
-        if self.injection.latent_norm and not self.injection.plain:
-            moments, amount = None, self.injection.latent_norm
-            if self.style is not None:
-                moments = pooled_moments(self.style, self.shares)
-                amount *= self.injection.gate(self._progress(index))
-            clean = calibrate(clean, job.temporal(index), "latent", amount, moments)
-        clean = job.fuse(index, clean)
-        return output if clean is before else schedule.output(index, model_input, clean)
 
 
 def load(
