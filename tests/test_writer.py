@@ -2,6 +2,7 @@
 
 import errno
 from fractions import Fraction
+from itertools import pairwise
 
 import av
 import numpy as np
@@ -14,7 +15,9 @@ from comfyui_veostyle.veo_core.video.codecs import OutputFormat, available_codec
 from comfyui_veostyle.veo_core.video.color import ColorTags
 from comfyui_veostyle.veo_core.video.reader import open_clip
 from comfyui_veostyle.veo_core.video.scenes import survey
-from comfyui_veostyle.veo_core.video.writer import VideoWriter, check_writable, join, tick
+from comfyui_veostyle.veo_core.video.writer import VideoWriter, check_writable, decode_times, join, tick
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 from .conftest import make_video, numbered, read_number
@@ -59,6 +62,30 @@ def test_every_codec_reads_back(tmp_path, codec, size):
     if codec != "webp":
         assert (frames[3].image[:, :64, :128] - pictures(4, size)[3][:, :64, :128]).abs().mean() < 0.03
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+@given(st.lists(st.integers(-(1 << 40), 1 << 40), unique=True, max_size=20))
+def test_pictures_are_decoded_one_after_another_before_they_are_shown(shown):
+    decoded = decode_times(shown)
+    assert decoded == sorted(set(decoded))
+    assert all(d <= s for d, s in zip(decoded, shown, strict=True))
+    assert not shown or any(d == s for d, s in zip(decoded, shown, strict=True))
+
+
+@pytest.mark.parametrize("codec", ["h264", "h265", "vp9", "av1"])
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_clips_shorter_than_an_encoder_looks_ahead(tmp_path, codec, count):
+    """x265 leaves their decoding times to chance, and a container then refuses them, or takes nonsense."""
+    output = OutputFormat(codec)
+    with VideoWriter(tmp_path / f"v{output.suffix}", (96, 64), Fraction(12), output=output) as writer:
+        writer.write(pictures(count, (96, 64)), [Fraction(i, 12) for i in range(count)])
+    with av.open(str(tmp_path / f"v{output.suffix}")) as container:
+        packets = [p for p in container.demux(video=0) if p.size]
+        unit = packets[0].time_base * 12
+    assert len(packets) == count
+    assert all(p.dts <= p.pts for p in packets)
+    assert all(abs((b.dts - a.dts) * unit - 1) < 0.02 for a, b in pairwise(packets))
+    assert 0 <= (packets[0].pts - packets[0].dts) * unit <= 4
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "no audio"])

@@ -312,7 +312,12 @@ class VideoWriter(_Output):
         self._await(0)
         if self.output.is_folder:
             return
-        self._container.mux(self._stream.encode(None))
+        packets = self._stream.encode(None)
+        if self.output.codec == "h265" and len(packets) == self.count:
+            # x265 reckons decoding times from its third frame on; with fewer it reads memory that it never wrote.
+            for packet, time in zip(packets, decode_times([p.pts for p in packets]), strict=True):
+                packet.dts = time
+        self._container.mux(packets)
         super()._finish()
 
     def _discard(self) -> None:
@@ -437,6 +442,17 @@ def _remove_pictures(folder: Path) -> None:
         if _is_own(path):
             path.unlink()
     folder.rmdir()
+
+
+def decode_times(shown: list[int]) -> list[int]:
+    """The latest ascending times, spaced as the pictures are, at which packets are decoded no later than they are shown.
+
+    Args:
+        shown: presentation times in the order of decoding.
+    """
+    ascending = sorted(shown)
+    delay = max((a - b for a, b in zip(ascending, shown, strict=True)), default=0)
+    return [time - delay for time in ascending]
 
 
 def try_settings(
