@@ -71,7 +71,7 @@ class VAEDecode(io.ComfyNode):
     ) -> io.NodeOutput:
         from comfy_api.input_impl import VideoFromFile
 
-        from ..veo_core.engine import latents_of
+        from ..veo_core.latents import latents_of
         from ..veo_core.memory.watch import MemoryWatch
         from ..veo_core.render import render
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 from comfyui_veostyle.veo_core.backbones import load_backbone
 from comfyui_veostyle.veo_core.cuda_graphs import CudaGraphs
-from comfyui_veostyle.veo_core.engine import Stylizer, latents_of
+from comfyui_veostyle.veo_core.engine import Stylizer
 from comfyui_veostyle.veo_core.errors import BudgetError, InputError, OutputError
+from comfyui_veostyle.veo_core.latents import latents_of
 from comfyui_veostyle.veo_core.memory.plan import MIB, MemoryPlan, StagePeaks, make_plan
 from comfyui_veostyle.veo_core.memory.trace import trace_memory
 from comfyui_veostyle.veo_core.motion.flow import load_flow

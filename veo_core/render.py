@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from .cuda_graphs import CudaGraphs
-from .engine import StylizedLatents, Stylizer
+from .engine import Stylizer
+from .latents import StylizedLatents
 from .motion.fusion import TemporalFusion
 from .progress import Monitor, Progress, ignore
 from .store import RunStore
