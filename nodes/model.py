@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 BUNDLED, NONE, AUTO = "veo-mini", "none", "auto"
 SAMPLER = "dpmpp_2m"
+# Core has no folder of its own for them; this is where other packs keep theirs.
+ADAPTERS = "ipadapter"
+folder_paths.add_model_folder_path(ADAPTERS, str(Path(folder_paths.models_dir) / ADAPTERS))
 
 
 class LoadModel(io.ComfyNode):
@@ -29,7 +32,6 @@ class LoadModel(io.ComfyNode):
         from ..veo_core.layers.fp8 import WEIGHT_DTYPES
         from ..veo_core.sampling.schedule import PREDICTIONS, SAMPLERS, SPACINGS
 
-        checkpoints = [n for n in folder_paths.get_filename_list("checkpoints") if n.endswith((".safetensors", ".sft"))]
         return schema(
             ["load checkpoint", "veo-mini", "animatediff", "sd15", "sdxl"],
             node_id="VeoStyleLoadModel",
@@ -38,7 +40,7 @@ class LoadModel(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "model",
-                    options=[BUNDLED, *checkpoints],
+                    options=[BUNDLED, *weight_files("checkpoints")],
                     default=BUNDLED,
                     tooltip="veo-mini is small and runs on a laptop; others are SD 1.5 or SDXL checkpoints.",
                 ),
@@ -89,8 +91,11 @@ class LoadModel(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, path="", motion_module=""):
-        return missing(path=path, motion_module=motion_module)
+    def validate_inputs(cls, model, path="", motion_module=""):
+        problems = [missing(path=path, motion_module=motion_module)]
+        if path == "" and model != BUNDLED:
+            problems.append(unlisted("checkpoints", "model", model))
+        return first_of(problems)
 
     @classmethod
     def fingerprint_inputs(cls, model, path="", motion_module="", **settings):
@@ -128,7 +133,6 @@ class LoRAInjector(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        files = [n for n in folder_paths.get_filename_list("loras") if n.endswith((".safetensors", ".sft"))]
         return schema(
             ["load lora", "lora loader", "lycoris", "dora"],
             node_id="VeoStyleLoRAInjector",
@@ -137,7 +141,10 @@ class LoRAInjector(io.ComfyNode):
             inputs=[
                 VeoModel.Input("model", tooltip="A checkpoint of Load Model, with other LoRAs on it or none."),
                 io.Combo.Input(
-                    "lora", options=[NONE, *files], default=NONE, tooltip="From ComfyUI's loras folder; or give a path."
+                    "lora",
+                    options=[NONE, *weight_files("loras")],
+                    default=NONE,
+                    tooltip="From ComfyUI's loras folder; or give a path.",
                 ),
                 io.Float.Input(
                     "strength", default=1.0, min=-10.0, max=10.0, step=0.05, tooltip="0 is off, 1 as trained."
@@ -169,12 +176,10 @@ class LoRAInjector(io.ComfyNode):
     def validate_inputs(cls, lora, steps="", scenes="", path=""):
         from ..veo_core.lora.injector import parse_scenes, parse_steps
 
-        if lora == NONE and path == "":
-            return "lora = none: choose a file of ComfyUI's loras folder, or give a path"
-        if not path and lora and lora != NONE and folder_paths.get_full_path("loras", lora) is None:
-            return f"lora = {lora} is not in ComfyUI's loras folder; choose another"
         problems = [missing(path=path), valid(parse_steps, steps), valid(parse_scenes, scenes)]
-        return next((p for p in problems if p is not True), True)
+        if path == "":
+            problems.append(unlisted("loras", "lora", lora))
+        return first_of(problems)
 
     @classmethod
     def fingerprint_inputs(cls, lora, path="", **settings):
@@ -196,7 +201,6 @@ class IPAdapterLoader(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        encoders = [n for n in folder_paths.get_filename_list("clip_vision") if n.endswith((".safetensors", ".sft"))]
         return schema(
             ["ipadapter", "image prompt", "instantstyle"],
             node_id="VeoStyleIPAdapter",
@@ -204,10 +208,12 @@ class IPAdapterLoader(io.ComfyNode):
             description="Style pictures through an IP-Adapter (plain or plus) on a checkpoint of Load Model (VeoStyle).",
             inputs=[
                 VeoModel.Input("model", tooltip="A checkpoint of Load Model."),
-                io.String.Input("path", default="", tooltip="Path of the IP-Adapter, safetensors."),
+                io.String.Input(
+                    "path", default="", tooltip="An IP-Adapter anywhere on this machine, in place of the list."
+                ),
                 io.Combo.Input(
                     "clip_vision",
-                    options=encoders or [""],
+                    options=weight_files("clip_vision") or [""],
                     tooltip="The image encoder it was made with: ViT-H, or ViT-bigG.",
                 ),
                 io.Combo.Input(
@@ -216,23 +222,34 @@ class IPAdapterLoader(io.ComfyNode):
                     default="style",
                     tooltip="style leaves layout to the source (InstantStyle), all copies more of the style picture.",
                 ),
+                io.Combo.Input(
+                    "ip_adapter",
+                    options=[NONE, *weight_files(ADAPTERS)],
+                    default=NONE,
+                    optional=True,
+                    tooltip="From the ipadapter folder of ComfyUI's models, safetensors; or give a path.",
+                ),
             ],
             outputs=[VeoModel.Output(display_name="model", tooltip="The model with the adapter.")],
         )
 
     @classmethod
-    def validate_inputs(cls, path):
-        return missing(path=path) if path or path is None else "path is empty; give the path of an IP-Adapter"
+    def validate_inputs(cls, path, clip_vision, ip_adapter=NONE):
+        problems = [missing(path=path), unlisted("clip_vision", "clip_vision", clip_vision)]
+        if path == "":
+            problems.append(unlisted(ADAPTERS, "ip_adapter", ip_adapter))
+        return first_of(problems)
 
     @classmethod
-    def fingerprint_inputs(cls, path, clip_vision, **settings):
-        return states(path, chosen("clip_vision", clip_vision))
+    def fingerprint_inputs(cls, path, clip_vision, ip_adapter=NONE, **settings):
+        return states(chosen(ADAPTERS, ip_adapter, path), chosen("clip_vision", clip_vision))
 
     @classmethod
-    def execute(cls, model, path, clip_vision, blocks) -> io.NodeOutput:
+    def execute(cls, model, path, clip_vision, blocks, ip_adapter=NONE) -> io.NodeOutput:
+        file = Path(path) if path else Path(folder_paths.get_full_path_or_raise(ADAPTERS, ip_adapter))
         encoder = Path(folder_paths.get_full_path_or_raise("clip_vision", clip_vision))
         changed = adaptable(model, "IP-Adapter", "an IP-Adapter pack's node before Model from ComfyUI").with_ip_adapter(
-            Path(path), encoder, blocks
+            file, encoder, blocks
         )
         return io.NodeOutput(model.with_backbone(changed, changed.ip_adapter.modules()))
 
@@ -278,6 +295,29 @@ def missing(**paths: str | None) -> bool | str:
         if path and not Path(path).exists()
     ]
     return "; ".join(gone) or True
+
+
+def weight_files(kind: str) -> list[str]:
+    """Names of the safetensors files in ComfyUI's folders of a kind."""
+    return [n for n in folder_paths.get_filename_list(kind) if n.endswith((".safetensors", ".sft"))]
+
+
+def unlisted(kind: str, field: str, name: str | None) -> bool | str:
+    """True, or where the file that an input names belongs; None, of another node, is not looked at."""
+    if name is None or (name not in ("", NONE) and folder_paths.get_full_path(kind, name)):
+        return True
+    folder = (folder_paths.get_folder_paths(kind) or ["?"])[0]
+    if name in ("", NONE):
+        return f"{field} = none: choose a file of ComfyUI's {kind} folder ({folder}; press R after putting one there)"
+    return (
+        f"{field} = {name} is not in ComfyUI's {kind} folder ({folder}); put it there and press R in the editor, or choose "
+        "another"
+    )
+
+
+def first_of(problems: list[bool | str]) -> bool | str:
+    """True, or what is wrong with the first input at fault."""
+    return next((p for p in problems if p is not True), True)
 
 
 def chosen(kind: str, name: str | None, path: str | None = "") -> str | None:

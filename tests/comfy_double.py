@@ -149,7 +149,10 @@ def install(monkeypatch, root: Path) -> types.SimpleNamespace:
         get_filename_list=lambda kind: sorted(
             p.name for p in (root / "models" / kind).glob("*") if (root / "models" / kind).is_dir()
         ),
-        get_full_path=lambda kind, name: str(root / "models" / kind / name),
+        get_full_path=lambda kind, name: next((str(p) for p in [root / "models" / kind / name] if p.is_file()), None),
+        get_folder_paths=lambda kind: [str(root / "models" / kind)],
+        add_model_folder_path=lambda kind, path: None,
+        models_dir=str(root / "models"),
         get_save_image_path=lambda prefix, folder, width, height: _save_place(Path(folder), prefix),
         get_full_path_or_raise=lambda kind, name: str(root / "models" / kind / name),
         filter_files_content_types=lambda files, wanted: [f for f in files if kind(f, wanted)],

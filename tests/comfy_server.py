@@ -40,6 +40,7 @@ class Server:
             "models/checkpoints",
             "models/loras",
             "models/clip_vision",
+            "models/ipadapter",
         ):
             (base / name).mkdir()
         made = tiny.parts()
@@ -48,12 +49,12 @@ class Server:
         tiny.save_checkpoint(tiny.parts("sdxl"), base / "models/checkpoints/sd_xl_base_1.0.safetensors")
         for seed, name in enumerate(("tiny", "style_a", "style_b")):
             kohya_file(base / f"models/loras/{name}.safetensors", made.unet, seed)
-        save_file(hf_state(vision_model()), base / "models/clip_vision/CLIP-ViT-H-14-laion2B-s32B-b79K.safetensors")
-        ip_adapter_file(base / "ip_adapter.safetensors", made.unet)
+        save_file(hf_state(vision_model()), base / "models/clip_vision/clip_vision_h.safetensors")
+        ip_adapter_file(base / "models/ipadapter/ip-adapter_sd15.safetensors", made.unet)
         for file in EXAMPLES.iterdir():
             shutil.copy(file, base / "input")
         four_scenes(base / "input" / "small.mp4")
-        models = {kind: base / "models" / kind for kind in ("checkpoints", "loras", "clip_vision")} | {
+        models = {kind: base / "models" / kind for kind in ("checkpoints", "loras", "clip_vision", "ipadapter")} | {
             "custom_nodes": packs
         }
         (base / "extra.yaml").write_text("veo:\n" + "".join(f"  {k}: {v}\n" for k, v in models.items()))
@@ -134,8 +135,6 @@ def small(api: dict, base: Path) -> dict:
         if node["class_type"] in CORE_LOADERS:
             node["class_type"] = f"Tiny{node['class_type']}"
         node["inputs"] |= SMALL.get(node["class_type"], {})
-        if node["class_type"] == "VeoStyleIPAdapter":
-            node["inputs"]["path"] = str(base / "ip_adapter.safetensors")
         if node["inputs"].get("steps"):
             node["inputs"] |= {"steps": 2, "window": 9}
     return nodes

@@ -535,10 +535,45 @@ def test_a_changed_file_runs_again_and_a_missing_one_is_told_before(checkpoint):
         assert fingerprint(**own) == before
         (root / file).write_bytes(b"x")
         assert fingerprint(**own) != before
-        named = {k: v for k, v in own.items() if k == "lora"}
+        named = {k: v for k, v in own.items() if k in ("model", "lora", "clip_vision")}
         assert nodes[node_id].validate_inputs(**named, path=str(root / "ip.safetensors")) is True
         assert "path = /gone does not exist" in nodes[node_id].validate_inputs(**named, path="/gone")
-    assert "path is empty" in nodes["VeoStyleIPAdapter"].validate_inputs(path="")
+
+
+def test_a_file_that_is_not_in_its_folder_is_told_with_the_folder_and_what_to_do(checkpoint):
+    nodes, models = checkpoint.nodes, checkpoint.root / "models"
+    encoder = {"clip_vision": "h.safetensors"}
+    for node_id, field, folder, more in (
+        ("VeoStyleLoadModel", "model", "checkpoints", {}),
+        ("VeoStyleLoRAInjector", "lora", "loras", {}),
+        ("VeoStyleIPAdapter", "ip_adapter", "ipadapter", encoder | {"path": ""}),
+        ("VeoStyleIPAdapter", "clip_vision", "clip_vision", {"path": str(checkpoint.root / "ip.safetensors")}),
+    ):
+        check = nodes[node_id].validate_inputs
+        told = check(**more | {field: "gone.safetensors"})
+        assert told.startswith(f"{field} = gone.safetensors is not in"), told
+        assert str(models / folder) in told
+        assert "another" in told
+    for node_id, field, more in (
+        ("VeoStyleLoRAInjector", "lora", {}),
+        ("VeoStyleIPAdapter", "ip_adapter", encoder | {"path": ""}),
+    ):
+        assert nodes[node_id].validate_inputs(**more | {field: "none"}).startswith(f"{field} = none: choose a file")
+    assert nodes["VeoStyleLoadModel"].validate_inputs(model="mine.safetensors") is True
+    assert nodes["VeoStyleLoadModel"].validate_inputs(model="veo-mini") is True
+
+
+def test_an_ip_adapter_from_the_list_is_the_one_of_that_path(checkpoint):
+    folder = checkpoint.root / "models" / "ipadapter"
+    folder.mkdir()
+    shutil.copy(checkpoint.root / "ip.safetensors", folder / "plain.safetensors")
+    node = checkpoint.nodes["VeoStyleIPAdapter"]
+    assert node.validate_inputs(path="", clip_vision="h.safetensors", ip_adapter="plain.safetensors") is True
+    (model,) = checkpoint.nodes["VeoStyleLoadModel"].execute("mine.safetensors").args
+    settings = {"clip_vision": "h.safetensors", "blocks": "all"}
+    listed = node.execute(model, path="", **settings, ip_adapter="plain.safetensors").args[0]
+    given = node.execute(model, path=str(checkpoint.root / "ip.safetensors"), **settings).args[0]
+    assert listed.engine.backbone.digest == given.engine.backbone.digest
 
 
 def test_a_veo_mini_file_is_loaded_by_its_path(comfy):

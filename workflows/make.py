@@ -160,8 +160,8 @@ LAYOUTS = {
     ],
     "ip_adapter": [
         [video("1")], [style("3"), note(RESUME)],
-        [model("4", "5"), note("Give the path of your IP-Adapter (safetensors) and the image encoder it was made with. blocks = "
-         "style leaves layout to the source.")],
+        [model("4", "5"), note("Put your IP-Adapter (safetensors) into models/ipadapter, and the image encoder it was made "
+         "with into models/clip_vision. blocks = style leaves layout to the source.")],
         [stylise("6")], [result("7", "8")],
     ],
     "core_nodes": [
