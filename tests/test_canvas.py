@@ -5,12 +5,14 @@ Needs COMFYUI_PATH, playwright and a Chromium. VEOSTYLE_SCREENSHOTS names a fold
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
+from comfyui_veostyle.workflows.editor import TITLES, browser_path
+from comfyui_veostyle.workflows.editor import opened as opened_editor
 
 from .comfy_server import CORE_LOADERS, small
 from .conftest import EXAMPLES, ROOT
@@ -19,21 +21,13 @@ WORKFLOWS = sorted(p.stem for p in (ROOT / "workflows" / "api").glob("*.json"))
 pytestmark = [pytest.mark.comfyui, pytest.mark.slow]
 
 
-def _editor_module():
-    spec = importlib.util.spec_from_file_location("editor", ROOT / "workflows" / "editor.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
 def editor(server, request):
     """An editor on the canvas; ``locale`` as its parameter."""
     pytest.importorskip("playwright", reason="playwright is not installed")
-    module = _editor_module()
-    if module.browser_path() is None:
+    if browser_path() is None:
         pytest.skip("no Chromium on this machine")
-    with module.opened(f"http://127.0.0.1:{server.port}", (1700, 1000), getattr(request, "param", None)) as opened:
+    with opened_editor(f"http://127.0.0.1:{server.port}", (1700, 1000), getattr(request, "param", None)) as opened:
         opened.server = server
         opened.name = request.node.name.replace("/", "_")
         yield opened
@@ -48,7 +42,7 @@ def shoot(editor, step):
 
 def drop_small(editor, name, tmp_path, **changes):
     """Drops a shipped workflow with the changes that ``small`` makes, and some more by input name."""
-    shipped = json.loads((ROOT / "workflows" / f"{name}.json").read_text())
+    shipped = json.loads((ROOT / "workflows" / f"{TITLES[name]}.json").read_text())
     for node in shipped["nodes"]:
         if node["type"] in CORE_LOADERS:
             node["type"] = f"Tiny{node['type']}"
@@ -87,7 +81,7 @@ def saved_file(editor, detail):
 
 @pytest.mark.parametrize("name", WORKFLOWS)
 def test_workflow_is_dropped_and_runs(editor, tmp_path, name):
-    editor.drop(ROOT / "workflows" / f"{name}.json")
+    editor.drop(ROOT / "workflows" / f"{TITLES[name]}.json")
     shoot(editor, "dropped")
     shipped = json.loads((ROOT / "workflows" / "api" / f"{name}.json").read_text())
     queued = editor.prompt()
@@ -195,10 +189,10 @@ def test_the_memory_plan_is_shown_before_the_run(editor, tmp_path):
 
 def test_templates_show_the_workflows(editor):
     assert "an-odd-name_2" in editor.server.get("/api/workflow_templates")
-    assert sorted(editor.server.get("/api/workflow_templates")["an-odd-name_2"]) == WORKFLOWS
+    assert sorted(editor.server.get("/api/workflow_templates")["an-odd-name_2"]) == sorted(TITLES.values())
     for name in WORKFLOWS:
-        shipped = editor.server.get(f"/api/workflow_templates/an-odd-name_2/{name}.json")
-        assert shipped == json.loads((ROOT / "workflows" / f"{name}.json").read_text())
+        shipped = editor.server.get(f"/api/workflow_templates/an-odd-name_2/{quote(TITLES[name])}.json")
+        assert shipped == json.loads((ROOT / "workflows" / f"{TITLES[name]}.json").read_text())
     editor.page.evaluate("app.extensionManager.command.execute('Comfy.BrowseTemplates')")
     editor.page.wait_for_timeout(2500)
     editor.page.get_by_text("an-odd-name_2").first.click()
@@ -206,7 +200,7 @@ def test_templates_show_the_workflows(editor):
     shoot(editor, "templates")
     thumbnails = "[...document.querySelectorAll('img')].filter((i) => i.naturalWidth === 480).length"
     assert editor.page.evaluate(thumbnails) >= 3
-    editor.page.get_by_text("stylize_video", exact=True).first.click()
+    editor.page.get_by_text("01 Stylize a video", exact=True).first.click()
     editor.page.wait_for_timeout(2500)
     assert "VeoStyleSTNormDenoiser" in editor.types()
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from comfyui_veostyle.veo_core.errors import InputError
 from comfyui_veostyle.veo_core.progress import Progress
+from comfyui_veostyle.workflows.editor import TITLES
 
 from . import comfy_double
 from .conftest import EXAMPLES, ROOT, make_pictures, make_video
@@ -190,12 +191,15 @@ def test_errors_speak_plainly(comfy):
 
 
 WORKFLOWS = sorted(p.stem for p in (ROOT / "workflows" / "api").glob("*.json"))
+FOLDERS = ("checkpoints", "diffusion_models", "text_encoders", "vae", "clip_vision", "ipadapter")
 WIDGETS = ("INT", "FLOAT", "STRING", "COMBO", "BOOLEAN")
 
 
 def workflow(name):
     """A shipped workflow in its forms: of the queue, of the editor."""
-    return tuple(json.loads((ROOT / "workflows" / f"{place}{name}.json").read_text()) for place in ("api/", ""))
+    return tuple(
+        json.loads((ROOT / "workflows" / f"{file}.json").read_text()) for file in (f"api/{name}", TITLES[name])
+    )
 
 
 def test_every_node_has_help_with_a_picture_and_a_workflow(comfy):
@@ -215,7 +219,9 @@ def test_every_node_has_help_with_a_picture_and_a_workflow(comfy):
 
 def test_every_workflow_has_all_its_forms():
     folder = ROOT / "workflows"
-    assert WORKFLOWS == sorted(p.stem for p in folder.glob("*.json")) == sorted(p.stem for p in folder.glob("*.jpg"))
+    assert sorted(TITLES) == WORKFLOWS
+    titles = sorted(TITLES.values())
+    assert titles == sorted(p.stem for p in folder.glob("*.json")) == sorted(p.stem for p in folder.glob("*.jpg"))
     assert len(WORKFLOWS) > 8
 
 
@@ -272,6 +278,23 @@ def test_editor_s_workflow_is_that_of_the_queue(comfy, name):
             assert value == api[key]["inputs"].get(port.id, port.settings.get("default")), port.id
             if port.settings.get("control_after_generate"):
                 assert next(values) == "fixed"
+
+
+def test_workflows_name_their_models_where_the_editor_looks():
+    """Those without any stand first; a title says what the others need, and each file that is not the user's own has its
+    folder and address."""
+    needs = []
+    for name in sorted(WORKFLOWS, key=TITLES.get):
+        api, editor = workflow(name)
+        files = {v for n in api.values() for v in n["inputs"].values() if str(v).endswith(".safetensors")}
+        needs.append(bool(files))
+        assert ("(needs " in TITLES[name]) == bool(files)
+        named = [m for n in editor["nodes"] for m in n["properties"].get("models", [])]
+        assert {m["name"] for m in named} == files - {"style_a.safetensors", "style_b.safetensors"}
+        assert all(m["url"].startswith("https://") and m["url"].endswith("/" + m["name"]) for m in named)
+        assert {m["directory"] for m in named} <= set(FOLDERS)
+        assert sorted({m["name"] for m in named}) == sorted(m["name"] for m in editor.get("models", []))
+    assert needs == sorted(needs)
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)

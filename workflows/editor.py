@@ -8,6 +8,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+# Of the editor's workflows by that of the queue's: file names are what the editor's Templates show. Those that need no
+# other model come first.
+TITLES = {
+    "stylize_video": "01 Stylize a video",
+    "before_and_after": "02 Before and after",
+    "two_styles_over_scenes": "03 Two styles over scenes",
+    "long_film": "04 Long film",
+    "low_memory": "05 Low memory",
+    "core_nodes": "06 With nodes of core",
+    "style_by_text": "07 Style by text (needs SD 1.5)",
+    "own_checkpoint_sd15": "08 Your own checkpoint (needs SD 1.5)",
+    "lora_hot_swap": "09 LoRAs one after another (needs SD 1.5 and LoRAs)",
+    "ip_adapter": "10 IP-Adapter (needs SD 1.5 and IP-Adapter)",
+    "comfyui_model_sd": "11 Model of ComfyUI (needs SD 1.5)",
+    "own_checkpoint_sdxl": "12 Your own checkpoint (needs SDXL)",
+    "comfyui_model_wan": "13 Model of ComfyUI (needs Wan 2.1)",
+}
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 READY = "window.app?.graph && window.LiteGraph && Object.keys(LiteGraph.registered_node_types).length > 50"
 FOLLOW = """() => { window.ended = null;

@@ -1,7 +1,7 @@
 """Makes the workflows of the editor out of those of the queue: api/NAME.json, laid out, with groups and notes.
 
-    python make.py http://127.0.0.1:8188 layout [NAME ...]       # NAME.json
-    python make.py http://127.0.0.1:8188 thumbnails [NAME ...]   # NAME.jpg, by running it
+    python make.py http://127.0.0.1:8188 layout [NAME ...]       # TITLE.json
+    python make.py http://127.0.0.1:8188 thumbnails [NAME ...]   # TITLE.jpg, by running it
     python make.py http://127.0.0.1:8188 nodes                   # web/docs/images/NODE.jpg
     python make.py http://127.0.0.1:8188 readme                  # web/docs/images/canvas.jpg, before_and_after.webp
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import av
-from editor import Editor, opened
+from editor import TITLES, Editor, opened
 from PIL import Image
 
 HERE = Path(__file__).parent
@@ -34,6 +34,19 @@ ROOM = {
     "VeoStyleLoRAInjector": 110, "VeoStyleCompare": 60,
 }  # fmt: skip
 WIDER = {"VeoStyleMemoryPool": 60, "VeoStyleMemoryReport": 90}
+
+HUB = "https://huggingface.co/{}/resolve/main/{}"
+WAN = "Comfy-Org/Wan_2.1_ComfyUI_repackaged"
+# Where the editor offers to fetch a model from: folder of ComfyUI's models, repository, path in it.
+MODELS = {
+    "v1-5-pruned-emaonly-fp16.safetensors": ("checkpoints", "Comfy-Org/stable-diffusion-v1-5-archive", ""),
+    "sd_xl_base_1.0.safetensors": ("checkpoints", "stabilityai/stable-diffusion-xl-base-1.0", ""),
+    "wan2.1_t2v_1.3B_fp16.safetensors": ("diffusion_models", WAN, "split_files/diffusion_models/"),
+    "umt5_xxl_fp8_e4m3fn_scaled.safetensors": ("text_encoders", WAN, "split_files/text_encoders/"),
+    "wan_2.1_vae.safetensors": ("vae", WAN, "split_files/vae/"),
+    "clip_vision_h.safetensors": ("clip_vision", WAN, "split_files/clip_vision/"),
+    "ip-adapter_sd15.safetensors": ("ipadapter", "h94/IP-Adapter", "models/"),
+}
 
 
 @dataclass
@@ -215,7 +228,7 @@ LAY_OUT = """([columns, room, wider, gap, title, width]) => {
 
 
 def lay_out(editor: Editor, name: str) -> None:
-    """Writes NAME.json."""
+    """Writes TITLE.json."""
     columns = [[vars(g) for g in column] for column in LAYOUTS[name]]
     api = json.loads((HERE / "api" / f"{name}.json").read_text())
     editor.page.evaluate("async ([api, name]) => { await app.loadApiJson(api, name); }", [api, name])
@@ -229,15 +242,31 @@ def lay_out(editor: Editor, name: str) -> None:
             {"cnr_id": "comfyui-veostyle", "ver": version} if ours else {"cnr_id": "comfy-core", "ver": "0.3.64"}
         )
     made["extra"] = {}
-    (HERE / f"{name}.json").write_text(json.dumps(made, ensure_ascii=False, separators=(",", ":")) + "\n")
+    name_models(made)
+    (HERE / f"{TITLES[name]}.json").write_text(json.dumps(made, ensure_ascii=False, separators=(",", ":")) + "\n")
+
+
+def name_models(made: dict) -> None:
+    """Writes into a workflow, and into its nodes, where the models come from that they name."""
+    found = {}
+    for node in made["nodes"]:
+        named = [v for v in node.get("widgets_values") or [] if isinstance(v, str) and v in MODELS]
+        models = [
+            {"name": n, "url": HUB.format(MODELS[n][1], MODELS[n][2] + n), "directory": MODELS[n][0]} for n in named
+        ]
+        if models:
+            node["properties"]["models"] = models
+        found |= {m["name"]: m for m in models}
+    if found:
+        made["models"] = list(found.values())
 
 
 def thumbnail(editor: Editor, url: str, name: str) -> None:
-    """Runs NAME.json and writes NAME.jpg: source and result under a split; where a model is missing, the graph."""
+    """Runs TITLE.json and writes TITLE.jpg: source and result under a split; where a model is missing, the graph."""
     api = json.loads((HERE / "api" / f"{name}.json").read_text())
     if any(str(v).endswith(".safetensors") for n in api.values() for v in n["inputs"].values()):
-        editor.drop(HERE / f"{name}.json")
-        picture_of_graph(editor).resize((480, 270)).save(HERE / f"{name}.jpg", quality=88)
+        editor.drop(HERE / f"{TITLES[name]}.json")
+        picture_of_graph(editor).resize((480, 270)).save(HERE / f"{TITLES[name]}.jpg", quality=88)
         return
     files = finished(editor, name)
     shown = [_frame(_fetched(editor, url, f)) for f in files]
@@ -247,12 +276,12 @@ def thumbnail(editor: Editor, url: str, name: str) -> None:
             (ROOT / "examples" / f"{source.removeprefix('example: ').removesuffix('.mp4')}.mp4").read_bytes()
         ).resize(shown[0].size)
         shown[0].paste(before.crop((0, 0, before.width // 2, before.height)))
-    shown[0].resize((480, round(480 * shown[0].height / shown[0].width))).save(HERE / f"{name}.jpg", quality=85)
+    shown[0].resize((480, round(480 * shown[0].height / shown[0].width))).save(HERE / f"{TITLES[name]}.jpg", quality=85)
 
 
 def finished(editor: Editor, name: str) -> list[dict]:
-    """Drops NAME.json and runs it; the videos that it saved."""
-    editor.drop(HERE / f"{name}.json")
+    """Drops TITLE.json and runs it; the videos that it saved."""
+    editor.drop(HERE / f"{TITLES[name]}.json")
     return saved(editor, *editor.run(1200))
 
 
@@ -336,7 +365,7 @@ def pictures_of_readme(editor: Editor, url: str) -> None:
     """The canvas after a run, and a moving picture of source and result."""
     finished(editor, "stylize_video")
     editor.page.screenshot(path=IMAGES / "canvas.jpg", quality=82, type="jpeg")
-    editor.drop(HERE / "before_and_after.json")
+    editor.drop(HERE / f"{TITLES['before_and_after']}.json")
     editor.page.evaluate(
         """() => {
           const values = { width: 384, every_nth: 2, duration: 4, format: "webp" };
